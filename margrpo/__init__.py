@@ -1,0 +1,3 @@
+"""margrpo: reinforce hybrid (masked autoregressive + diffusion head) image generators with MAR-GRPO."""
+
+__version__ = "0.1.0"
