@@ -1,0 +1,288 @@
+"""The typed form of params.yaml: every key described, bounded and defaulted; unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]*$", max_length=64)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys, wrong types and non-finite numbers are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+class Guidance(Section):
+    """Classifier-free guidance in the rollout and in scoring."""
+
+    rollout: float = Field(1.0, ge=1.0, le=50.0, description="CFG scale when sampling; 1 = off")
+    logprob: Literal["conditional", "guided"] = Field(
+        "conditional", description="score with the conditional head (released) or with the guided one"
+    )
+
+
+class Objective(Section):
+    """The switches of the one objective (DESIGN section 3). `None` = does not apply to this source."""
+
+    trainable: Literal["backbone", "all", "head"] = Field("backbone", description="which parameters learn")
+    token_mask: Literal["unknown", "committed"] = Field(
+        "unknown", description="all tokens not yet known at an AR step (released), or only those written there"
+    )
+    trajectory_source: Literal["rollout", "resampled", "bridged"] = Field(
+        "rollout", description="the rollout's own trajectories, fresh ones of the same z, or bridges to the token"
+    )
+    trajectories: int = Field(1, ge=1, le=64, description="S: trajectories per token (released: 3 NOVA, 5 Harmon)")
+    uncertain_fraction: float = Field(
+        1.0, gt=0.0, le=1.0, description="share of tokens per image, most uncertain first, with the S estimate"
+    )
+    resample_condition: Literal["commit", "current"] | None = Field(
+        None, description="resampled, unknown mask: which AR step's z draws the fresh trajectories"
+    )
+    include_rollout: bool | None = Field(
+        None, description="resampled: average S + 1 with the rollout's own trajectory (true) or replace it (false)"
+    )
+    rao_blackwell: bool | None = Field(
+        None, description="bridged: take the expectation over the next state in closed form"
+    )
+    consistency: float | None = Field(
+        None, ge=-2.0, le=2.0, description="tau: keep a token if its cosine to the final token rises by more; null = off"
+    )
+    kl: Literal["gaussian", "released", "k3"] = Field("gaussian", description="exact, exp(d)-d-1 on means, or k3")
+    beta: float = Field(0.01, ge=0.0, le=100.0, description="weight of the KL term")
+    inner_epochs: int = Field(1, ge=1, le=16, description="updates per rollout; more than 1 needs clip_range")
+    clip_range: float | None = Field(None, gt=0.0, lt=1.0, description="PPO clipping of the ratio; null = none")
+    guidance: Guidance = Guidance()
+
+    @model_validator(mode="after")
+    def refuse_void_combinations(self) -> Objective:
+        """Refuse switches that would silently change nothing."""
+        source, unknown = self.trajectory_source, self.token_mask == "unknown"
+        rules: list[tuple[bool, str, str]] = [
+            (self.consistency is not None and not unknown, "consistency",
+             "null under token_mask committed (a token committed now is always kept)"),
+            (source == "bridged" and unknown, "token_mask",
+             "committed with trajectory_source bridged (a bridge ends at a committed token)"),
+            (source == "rollout" and self.trajectories > 1, "trajectories",
+             "1 with trajectory_source rollout (the rollout has one trajectory)"),
+            (self.uncertain_fraction < 1.0 and source == "rollout", "uncertain_fraction",
+             "1.0 with trajectory_source rollout (every token uses the rollout's own)"),
+            (self.uncertain_fraction < 1.0 and self.trajectories == 1, "uncertain_fraction",
+             "1.0 with trajectories 1 (the std of one final latent is 0)"),
+            (source == "resampled" and unknown and self.resample_condition is None, "resample_condition",
+             "commit | current with trajectory_source resampled"),
+            (self.resample_condition is not None and source != "resampled", "resample_condition",
+             "null unless trajectory_source is resampled"),
+            (self.resample_condition is not None and not unknown, "resample_condition",
+             "null under token_mask committed (the commit z is the current z)"),
+            (source == "resampled" and self.include_rollout is None, "include_rollout",
+             "true | false with trajectory_source resampled"),
+            (self.include_rollout is not None and source != "resampled", "include_rollout",
+             "null unless trajectory_source is resampled"),
+            (source == "bridged" and self.rao_blackwell is None, "rao_blackwell",
+             "true | false with trajectory_source bridged"),
+            (self.rao_blackwell is not None and source != "bridged", "rao_blackwell",
+             "null unless trajectory_source is bridged"),
+            (self.kl == "k3" and source == "bridged", "kl",
+             "gaussian | released with trajectory_source bridged (k3 needs states of the rollout)"),
+            (self.inner_epochs > 1 and self.clip_range is None, "clip_range",
+             "0 < clip_range < 1 with inner_epochs > 1"),
+            (self.inner_epochs == 1 and self.clip_range is not None, "clip_range",
+             "null with inner_epochs 1 (the ratio is 1, nothing is clipped)"),
+            (self.guidance.logprob == "guided" and self.guidance.rollout == 1.0, "guidance.logprob",
+             "conditional with guidance.rollout 1 (both are the same)"),
+        ]
+        for void, key, allowed in rules:
+            if void:
+                value: Any = self
+                for part in key.split("."):
+                    value = getattr(value, part)
+                raise ValueError(f"{key}\0{value}\0{allowed}")
+        return self
+
+
+class Sampler(Section):
+    """The K x T generation of an image."""
+
+    ar_steps: int = Field(6, ge=1, le=1024, description="K: backbone passes per image")
+    denoising_steps: int = Field(8, ge=2, le=1000, description="T: head passes per token")
+    eta: float = Field(0.7, gt=0.0, le=2.0, description="noise of the flow SDE")
+    final_step: Literal["deterministic", "stochastic"] = Field(
+        "deterministic", description="last denoising step: noiseless and unscored, or with noise (released flow code)"
+    )
+
+
+class Architecture(Section):
+    """Size of the embedded tiny policy."""
+
+    width: int = Field(96, ge=8, le=1024, multiple_of=4, description="D of the backbone")
+    depth: int = Field(3, ge=1, le=32, description="backbone blocks")
+    heads: int = Field(4, ge=1, le=32, description="attention heads; divides width")
+    head_width: int = Field(96, ge=8, le=1024, description="width of the diffusion head")
+    head_depth: int = Field(2, ge=1, le=16, description="AdaLN blocks of the head")
+    channels: int = Field(16, ge=1, le=192, description="C: PCA dimensions of an 8x8x3 patch")
+
+    @model_validator(mode="after")
+    def heads_divide_width(self) -> Architecture:
+        """Refuse a width that the heads do not divide."""
+        if self.width % self.heads:
+            raise ValueError(f"heads\0{self.heads}\0a divisor of width {self.width}")
+        return self
+
+
+class Pretrain(Section):
+    """Pretraining of the tiny policy (deterministic; used by checkpoint.source pretrain)."""
+
+    images: int = Field(12000, ge=64, le=1_000_000, description="rendered training scenes")
+    steps: int = Field(1600, ge=1, le=1_000_000, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, le=4096, description="images per step")
+    learning_rate: float = Field(2.0e-3, gt=0.0, le=1.0, description="peak rate, cosine to a tenth")
+    ema: float = Field(0.995, ge=0.0, lt=1.0, description="decay of the averaged weights that are kept")
+    null_prompt: float = Field(0.1, ge=0.0, lt=1.0, description="share of prompts dropped for guidance")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="seed of scenes, weights and batches")
+    architecture: Architecture = Architecture()
+
+
+class Checkpoint(Section):
+    """Where the base policy comes from."""
+
+    source: Literal["shipped", "pretrain", "path"] = Field("shipped", description="origin of the base policy")
+    path: str | None = Field(None, min_length=1, description="checkpoint file, with source path")
+    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", description="expected hash of the file at path")
+
+    @model_validator(mode="after")
+    def path_matches_source(self) -> Checkpoint:
+        """A path belongs to source `path` and to nothing else."""
+        if self.source == "path" and self.path is None:
+            raise ValueError("path\0None\0a checkpoint file with source path")
+        if self.source != "path" and self.path is not None:
+            raise ValueError(f"path\0{self.path}\0null unless source is path")
+        return self
+
+
+class Train(Section):
+    """The update loop; shared by all variants so that they compare fairly."""
+
+    updates: int = Field(50, ge=1, le=1_000_000, description="rollout + update rounds")
+    prompts_per_update: int = Field(8, ge=1, le=4096, description="P: prompt slots, each one group")
+    images_per_prompt: int = Field(8, ge=2, le=1024, description="G: images of a group")
+    ar_steps: int = Field(3, ge=1, le=1024, description="AR steps scored per update, drawn once for all images")
+    denoising_steps: int = Field(4, ge=1, le=1000, description="denoising steps scored per update, drawn once")
+    learning_rate: float = Field(4.0e-4, gt=0.0, le=1.0, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0.0, le=1.0, description="AdamW")
+    max_grad_norm: float = Field(1.0, gt=0.0, le=1.0e6, description="gradient norm clipping")
+    micro_batch: int | None = Field(None, ge=1, description="images per backward pass; null = all")
+    validation_every: int = Field(10, ge=1, le=1_000_000, description="updates between validations")
+    validation_images: int = Field(128, ge=2, le=100_000, description="images of one validation (SDE)")
+    checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="updates between resume states")
+    milestone: int | None = Field(None, ge=1, description="extra checkpoint after this update, for equal-cost tests")
+
+    @model_validator(mode="after")
+    def milestone_is_reached(self) -> Train:
+        """A milestone after the last update would never be written."""
+        if self.milestone is not None and self.milestone > self.updates:
+            raise ValueError(f"milestone\0{self.milestone}\0null or 1..updates ({self.updates})")
+        return self
+
+
+class Reward(Section):
+    """The mixture that training maximises: name -> weight."""
+
+    weights: dict[str, float] = Field({"scenes": 1.0}, min_length=1, description="registered rewards and weights")
+
+
+class Evaluation(Section):
+    """The test of a trained policy on held-out prompts."""
+
+    images_per_prompt: int = Field(8, ge=2, le=1000, description="images per test prompt; noise seeds are fixed")
+    prompts: int | None = Field(None, ge=2, description="first n test prompts (smoke runs); null = all")
+    samplers: list[Literal["ode", "sde"]] = Field(["ode", "sde"], min_length=1, description="how images are drawn")
+    guidance: float = Field(1.0, ge=1.0, le=50.0, description="CFG scale of the evaluation")
+    kl_prompts: int = Field(32, ge=1, le=10_000, description="prompts of the common state set for the KL to the base")
+    batch_size: int = Field(128, ge=1, le=65_536, description="images sampled together; does not change results")
+    grid_prompts: int = Field(8, ge=1, le=32, description="rows of the sample grid")
+
+
+class Run(Section):
+    """One cell of the study."""
+
+    variant: Name = Field(description="a key of variants")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="training seed")
+
+
+class Study(Section):
+    """Which runs `dvc repro` makes."""
+
+    name: Name = Field("mar_grpo_ablation", description="name of the parent run in MLflow")
+    runs: dict[str, Run] = Field(min_length=1, description="run name `<variant>-<seed>` -> variant and seed")
+
+
+class Report(Section):
+    """What the report compares."""
+
+    level: float = Field(0.95, gt=0.5, lt=1.0, description="confidence level of all intervals")
+    resamples: int = Field(10_000, ge=100, le=1_000_000, description="bootstrap resamples over prompts")
+    comparisons: list[list[Name]] = Field([], description="pairs [a, b]: is a better than b over the common seeds?")
+
+    @model_validator(mode="after")
+    def comparisons_are_pairs(self) -> Report:
+        """Every comparison names two different variants."""
+        for index, pair in enumerate(self.comparisons):
+            if len(pair) != 2 or pair[0] == pair[1]:
+                raise ValueError(f"comparisons.{index}\0{pair}\0two different variants")
+        return self
+
+
+class Tracking(Section):
+    """MLflow."""
+
+    uri: str | None = Field(None, min_length=1, description="tracking server; null = sqlite file mlflow.db here")
+    experiment: str = Field("margrpo", min_length=1, max_length=200, description="MLflow experiment")
+
+
+class Config(Section):
+    """The whole of params.yaml."""
+
+    study: Study
+    checkpoint: Checkpoint = Checkpoint()
+    pretrain: Pretrain = Pretrain()
+    sampler: Sampler = Sampler()
+    train: Train = Train()
+    reward: Reward = Reward()
+    objective: Objective = Objective()
+    variants: dict[Name, dict[str, Any]] = Field(min_length=1, description="name -> objective switches it changes")
+    evaluation: Evaluation = Evaluation()
+    report: Report = Report()
+    tracking: Tracking = Tracking()
+    profiles: dict[Name, dict[str, Any]] = Field({}, description="name -> overlay on this file")
+
+    @model_validator(mode="after")
+    def names_are_known(self) -> Config:
+        """Runs and comparisons name existing variants; scored steps exist."""
+        known = ", ".join(self.variants)
+        for name, run in self.study.runs.items():
+            if run.variant not in self.variants:
+                raise ValueError(f"study.runs.{name}.variant\0{run.variant}\0one of {known}")
+            if name != f"{run.variant}-{run.seed}":
+                raise ValueError(f"study.runs.{name}\0{name}\0the name {run.variant}-{run.seed}")
+        for index, pair in enumerate(self.report.comparisons):
+            for variant in pair:
+                if variant not in self.variants and variant != "base":
+                    raise ValueError(f"report.comparisons.{index}\0{variant}\0base or one of {known}")
+        if self.train.ar_steps > self.sampler.ar_steps:
+            raise ValueError(f"train.ar_steps\0{self.train.ar_steps}\01..sampler.ar_steps ({self.sampler.ar_steps})")
+        scored = self.sampler.denoising_steps - (self.sampler.final_step == "deterministic")
+        if self.train.denoising_steps > scored:
+            raise ValueError(
+                f"train.denoising_steps\0{self.train.denoising_steps}\0"
+                f"1..{scored} (a deterministic final step has no log-prob)"
+            )
+        return self
+
+    def objective_of(self, variant: str) -> Objective:
+        """Return the objective of a variant: the defaults with the variant's switches on top."""
+        from margrpo.params import build_objective  # params imports this module
+
+        return build_objective(self, variant)

@@ -1,0 +1,87 @@
+"""What the algorithm needs from a policy: backbone, head, transition, schedule, decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from margrpo.config import Sampler
+from margrpo.diffusion import Transition
+
+
+class Condition:
+    """Text (or class) condition of B images: named tensors whose first dimension is B."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def select(self, index: Tensor | slice) -> Condition:
+        """Return the conditions of the images `index` (int64 [N] or a slice)."""
+        return Condition({name: value[index] for name, value in self.tensors.items()})
+
+    @staticmethod
+    def join(parts: Sequence[Condition]) -> Condition:
+        """Concatenate conditions along the image dimension."""
+        return Condition({name: torch.cat([part[name] for part in parts]) for name in parts[0].tensors})
+
+
+class Policy(nn.Module):
+    """A backbone that writes L continuous tokens of C channels and a diffusion head that denoises each.
+
+    Attributes:
+        tokens: L, tokens per image.
+        channels: C, channels of a token.
+        transition: the Gaussian transitions of the head's T denoising steps.
+    """
+
+    tokens: int
+    channels: int
+    transition: Transition
+
+    def encode(self, prompts: Sequence[str | None]) -> Condition:
+        """Return the condition of prompts; `None` is the null prompt of classifier-free guidance."""
+        raise NotImplementedError
+
+    def prefill(self, condition: Condition) -> Condition:
+        """Add what the backbone derives from the condition alone, once per image (default: nothing)."""
+        return condition
+
+    def backbone(self, tokens: Tensor, known: Tensor, condition: Condition) -> Tensor:
+        """Return z [B, L, D] for tokens [B, L, C] of which `known` (bool [B, L]) are given."""
+        raise NotImplementedError
+
+    def head(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
+        """Return velocity or epsilon [N, C] (or [N, 2C] with variances) for x [N, C], t [N], z [N, D]."""
+        raise NotImplementedError
+
+    def configure(self, sampler: Sampler) -> None:
+        """Set `transition` for a sampler's denoising steps, eta and final step."""
+        raise NotImplementedError
+
+    def ar_schedule(self, steps: int) -> list[int]:
+        """Return n_k, the tokens that AR step k commits; they sum to L, zero-token steps are dropped.
+
+        Raises:
+            ConfigError: more steps than the model can make.
+        """
+        raise NotImplementedError
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Return images [B, 3, H, W] in [0, 1] for tokens [B, L, C]."""
+        raise NotImplementedError
+
+    def backbone_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that write z."""
+        raise NotImplementedError
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the diffusion head."""
+        raise NotImplementedError
