@@ -1,0 +1,41 @@
+# make repro [PROFILE=smoke]   the experiment of params.yaml (or of a profile), ending in a report
+# make test                    lint, types, unit tests, and the smoke profile end to end
+.DEFAULT_GOAL := help
+.PHONY: help repro test lint types unit e2e clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The constraints are tested with Python 3.11; a newer one is used where there is no 3.11.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# One thread per process: the pipeline runs processes side by side, one a core.
+export OMP_NUM_THREADS ?= 1
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+$(VENV)/stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "margrpo needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+repro: $(VENV)/stamp
+	$(BIN)/margrpo reproduce $(if $(PROFILE),--profile $(PROFILE))
+
+test: lint types unit e2e
+
+lint: $(VENV)/stamp
+	$(BIN)/ruff check .
+
+types: $(VENV)/stamp
+	$(BIN)/mypy
+
+unit: $(VENV)/stamp
+	$(BIN)/pytest -q -n 2 -m 'not e2e'
+
+e2e: $(VENV)/stamp
+	$(BIN)/pytest -q -m e2e
+
+clean:
+	rm -rf $(VENV) build *.egg-info .margrpo
