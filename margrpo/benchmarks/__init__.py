@@ -1,0 +1,1 @@
+"""Benchmarks: prompt sets with the rules that score images of their prompts."""

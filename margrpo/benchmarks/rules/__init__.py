@@ -1,0 +1,1 @@
+"""Pure scoring rules of published benchmarks: detections in, verdicts out, no model."""
