@@ -12,7 +12,9 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]*$", max_length=6
 class Section(BaseModel):
     """Base of all sections: unknown keys, wrong types and non-finite numbers are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True
+    )
 
 
 class Guidance(Section):
@@ -29,31 +31,46 @@ class Objective(Section):
 
     trainable: Literal["backbone", "all", "head"] = Field("backbone", description="which parameters learn")
     token_mask: Literal["unknown", "committed"] = Field(
-        "unknown", description="all tokens not yet known at an AR step (released), or only those written there"
+        "unknown",
+        description="all tokens not yet known at an AR step (released), or only those written there",
     )
     trajectory_source: Literal["rollout", "resampled", "bridged"] = Field(
-        "rollout", description="the rollout's own trajectories, fresh ones of the same z, or bridges to the token"
+        "rollout",
+        description="the rollout's own trajectories, fresh ones of the same z, or bridges to the token",
     )
-    trajectories: int = Field(1, ge=1, le=64, description="S: trajectories per token (released: 3 NOVA, 5 Harmon)")
+    trajectories: int = Field(
+        1, ge=1, le=64, description="S: trajectories per token (released: 3 NOVA, 5 Harmon)"
+    )
     uncertain_fraction: float = Field(
-        1.0, gt=0.0, le=1.0, description="share of tokens per image, most uncertain first, with the S estimate"
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="share of tokens per image, most uncertain first, with the S estimate",
     )
     resample_condition: Literal["commit", "current"] | None = Field(
         None, description="resampled, unknown mask: which AR step's z draws the fresh trajectories"
     )
     include_rollout: bool | None = Field(
-        None, description="resampled: average S + 1 with the rollout's own trajectory (true) or replace it (false)"
+        None,
+        description="resampled: average S + 1 with the rollout's own trajectory (true) or replace it (false)",
     )
     rao_blackwell: bool | None = Field(
         None, description="bridged: take the expectation over the next state in closed form"
     )
     consistency: float | None = Field(
-        None, ge=-2.0, le=2.0, description="tau: keep a token if its cosine to the final token rises by more; null = off"
+        None,
+        ge=-2.0,
+        le=2.0,
+        description="tau: keep a token if its cosine to the final token rises by more; null = off",
     )
-    kl: Literal["gaussian", "released", "k3"] = Field("gaussian", description="exact, exp(d)-d-1 on means, or k3")
+    kl: Literal["gaussian", "released", "k3"] = Field(
+        "gaussian", description="exact, exp(d)-d-1 on means, or k3"
+    )
     beta: float = Field(0.01, ge=0.0, le=100.0, description="weight of the KL term")
     inner_epochs: int = Field(1, ge=1, le=16, description="updates per rollout; more than 1 needs clip_range")
-    clip_range: float | None = Field(None, gt=0.0, lt=1.0, description="PPO clipping of the ratio; null = none")
+    clip_range: float | None = Field(
+        None, gt=0.0, lt=1.0, description="PPO clipping of the ratio; null = none"
+    )
     guidance: Guidance = Guidance()
 
     @model_validator(mode="after")
@@ -61,38 +78,86 @@ class Objective(Section):
         """Refuse switches that would silently change nothing."""
         source, unknown = self.trajectory_source, self.token_mask == "unknown"
         rules: list[tuple[bool, str, str]] = [
-            (self.consistency is not None and not unknown, "consistency",
-             "null under token_mask committed (a token committed now is always kept)"),
-            (source == "bridged" and unknown, "token_mask",
-             "committed with trajectory_source bridged (a bridge ends at a committed token)"),
-            (source == "rollout" and self.trajectories > 1, "trajectories",
-             "1 with trajectory_source rollout (the rollout has one trajectory)"),
-            (self.uncertain_fraction < 1.0 and source == "rollout", "uncertain_fraction",
-             "1.0 with trajectory_source rollout (every token uses the rollout's own)"),
-            (self.uncertain_fraction < 1.0 and self.trajectories == 1, "uncertain_fraction",
-             "1.0 with trajectories 1 (the std of one final latent is 0)"),
-            (source == "resampled" and unknown and self.resample_condition is None, "resample_condition",
-             "commit | current with trajectory_source resampled"),
-            (self.resample_condition is not None and source != "resampled", "resample_condition",
-             "null unless trajectory_source is resampled"),
-            (self.resample_condition is not None and not unknown, "resample_condition",
-             "null under token_mask committed (the commit z is the current z)"),
-            (source == "resampled" and self.include_rollout is None, "include_rollout",
-             "true | false with trajectory_source resampled"),
-            (self.include_rollout is not None and source != "resampled", "include_rollout",
-             "null unless trajectory_source is resampled"),
-            (source == "bridged" and self.rao_blackwell is None, "rao_blackwell",
-             "true | false with trajectory_source bridged"),
-            (self.rao_blackwell is not None and source != "bridged", "rao_blackwell",
-             "null unless trajectory_source is bridged"),
-            (self.kl == "k3" and source == "bridged", "kl",
-             "gaussian | released with trajectory_source bridged (k3 needs states of the rollout)"),
-            (self.inner_epochs > 1 and self.clip_range is None, "clip_range",
-             "0 < clip_range < 1 with inner_epochs > 1"),
-            (self.inner_epochs == 1 and self.clip_range is not None, "clip_range",
-             "null with inner_epochs 1 (the ratio is 1, nothing is clipped)"),
-            (self.guidance.logprob == "guided" and self.guidance.rollout == 1.0, "guidance.logprob",
-             "conditional with guidance.rollout 1 (both are the same)"),
+            (
+                self.consistency is not None and not unknown,
+                "consistency",
+                "null under token_mask committed (a token committed now is always kept)",
+            ),
+            (
+                source == "bridged" and unknown,
+                "token_mask",
+                "committed with trajectory_source bridged (a bridge ends at a committed token)",
+            ),
+            (
+                source == "rollout" and self.trajectories > 1,
+                "trajectories",
+                "1 with trajectory_source rollout (the rollout has one trajectory)",
+            ),
+            (
+                self.uncertain_fraction < 1.0 and source == "rollout",
+                "uncertain_fraction",
+                "1.0 with trajectory_source rollout (every token uses the rollout's own)",
+            ),
+            (
+                self.uncertain_fraction < 1.0 and self.trajectories == 1,
+                "uncertain_fraction",
+                "1.0 with trajectories 1 (the std of one final latent is 0)",
+            ),
+            (
+                source == "resampled" and unknown and self.resample_condition is None,
+                "resample_condition",
+                "commit | current with trajectory_source resampled",
+            ),
+            (
+                self.resample_condition is not None and source != "resampled",
+                "resample_condition",
+                "null unless trajectory_source is resampled",
+            ),
+            (
+                self.resample_condition is not None and not unknown,
+                "resample_condition",
+                "null under token_mask committed (the commit z is the current z)",
+            ),
+            (
+                source == "resampled" and self.include_rollout is None,
+                "include_rollout",
+                "true | false with trajectory_source resampled",
+            ),
+            (
+                self.include_rollout is not None and source != "resampled",
+                "include_rollout",
+                "null unless trajectory_source is resampled",
+            ),
+            (
+                source == "bridged" and self.rao_blackwell is None,
+                "rao_blackwell",
+                "true | false with trajectory_source bridged",
+            ),
+            (
+                self.rao_blackwell is not None and source != "bridged",
+                "rao_blackwell",
+                "null unless trajectory_source is bridged",
+            ),
+            (
+                self.kl == "k3" and source == "bridged",
+                "kl",
+                "gaussian | released with trajectory_source bridged (k3 needs states of the rollout)",
+            ),
+            (
+                self.inner_epochs > 1 and self.clip_range is None,
+                "clip_range",
+                "0 < clip_range < 1 with inner_epochs > 1",
+            ),
+            (
+                self.inner_epochs == 1 and self.clip_range is not None,
+                "clip_range",
+                "null with inner_epochs 1 (the ratio is 1, nothing is clipped)",
+            ),
+            (
+                self.guidance.logprob == "guided" and self.guidance.rollout == 1.0,
+                "guidance.logprob",
+                "conditional with guidance.rollout 1 (both are the same)",
+            ),
         ]
         for void, key, allowed in rules:
             if void:
@@ -110,7 +175,8 @@ class Sampler(Section):
     denoising_steps: int = Field(8, ge=2, le=1000, description="T: head passes per token")
     eta: float = Field(0.7, gt=0.0, le=2.0, description="noise of the flow SDE")
     final_step: Literal["deterministic", "stochastic"] = Field(
-        "deterministic", description="last denoising step: noiseless and unscored, or with noise (released flow code)"
+        "deterministic",
+        description="last denoising step: noiseless and unscored, or with noise (released flow code)",
     )
 
 
@@ -150,7 +216,9 @@ class Checkpoint(Section):
 
     source: Literal["shipped", "pretrain", "path"] = Field("shipped", description="origin of the base policy")
     path: str | None = Field(None, min_length=1, description="checkpoint file, with source path")
-    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", description="expected hash of the file at path")
+    sha256: str | None = Field(
+        None, pattern=r"^[0-9a-f]{64}$", description="expected hash of the file at path"
+    )
 
     @model_validator(mode="after")
     def path_matches_source(self) -> Checkpoint:
@@ -168,8 +236,12 @@ class Train(Section):
     updates: int = Field(50, ge=1, le=1_000_000, description="rollout + update rounds")
     prompts_per_update: int = Field(8, ge=1, le=4096, description="P: prompt slots, each one group")
     images_per_prompt: int = Field(8, ge=2, le=1024, description="G: images of a group")
-    ar_steps: int = Field(3, ge=1, le=1024, description="AR steps scored per update, drawn once for all images")
-    denoising_steps: int = Field(4, ge=1, le=1000, description="denoising steps scored per update, drawn once")
+    ar_steps: int = Field(
+        3, ge=1, le=1024, description="AR steps scored per update, drawn once for all images"
+    )
+    denoising_steps: int = Field(
+        4, ge=1, le=1000, description="denoising steps scored per update, drawn once"
+    )
     learning_rate: float = Field(4.0e-4, gt=0.0, le=1.0, description="AdamW")
     weight_decay: float = Field(0.0, ge=0.0, le=1.0, description="AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, le=1.0e6, description="gradient norm clipping")
@@ -177,7 +249,9 @@ class Train(Section):
     validation_every: int = Field(10, ge=1, le=1_000_000, description="updates between validations")
     validation_images: int = Field(128, ge=2, le=100_000, description="images of one validation (SDE)")
     checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="updates between resume states")
-    milestone: int | None = Field(None, ge=1, description="extra checkpoint after this update, for equal-cost tests")
+    milestone: int | None = Field(
+        None, ge=1, description="extra checkpoint after this update, for equal-cost tests"
+    )
 
     @model_validator(mode="after")
     def milestone_is_reached(self) -> Train:
@@ -190,18 +264,28 @@ class Train(Section):
 class Reward(Section):
     """The mixture that training maximises: name -> weight."""
 
-    weights: dict[str, float] = Field({"scenes": 1.0}, min_length=1, description="registered rewards and weights")
+    weights: dict[str, float] = Field(
+        {"scenes": 1.0}, min_length=1, description="registered rewards and weights"
+    )
 
 
 class Evaluation(Section):
     """The test of a trained policy on held-out prompts."""
 
-    images_per_prompt: int = Field(8, ge=2, le=1000, description="images per test prompt; noise seeds are fixed")
+    images_per_prompt: int = Field(
+        8, ge=2, le=1000, description="images per test prompt; noise seeds are fixed"
+    )
     prompts: int | None = Field(None, ge=2, description="first n test prompts (smoke runs); null = all")
-    samplers: list[Literal["ode", "sde"]] = Field(["ode", "sde"], min_length=1, description="how images are drawn")
+    samplers: list[Literal["ode", "sde"]] = Field(
+        ["ode", "sde"], min_length=1, description="how images are drawn"
+    )
     guidance: float = Field(1.0, ge=1.0, le=50.0, description="CFG scale of the evaluation")
-    kl_prompts: int = Field(32, ge=1, le=10_000, description="prompts of the common state set for the KL to the base")
-    batch_size: int = Field(128, ge=1, le=65_536, description="images sampled together; does not change results")
+    kl_prompts: int = Field(
+        32, ge=1, le=10_000, description="prompts of the common state set for the KL to the base"
+    )
+    batch_size: int = Field(
+        128, ge=1, le=65_536, description="images sampled together; does not change results"
+    )
     grid_prompts: int = Field(8, ge=1, le=32, description="rows of the sample grid")
 
 
@@ -224,7 +308,9 @@ class Report(Section):
 
     level: float = Field(0.95, gt=0.5, lt=1.0, description="confidence level of all intervals")
     resamples: int = Field(10_000, ge=100, le=1_000_000, description="bootstrap resamples over prompts")
-    comparisons: list[list[Name]] = Field([], description="pairs [a, b]: is a better than b over the common seeds?")
+    comparisons: list[list[Name]] = Field(
+        [], description="pairs [a, b]: is a better than b over the common seeds?"
+    )
 
     @model_validator(mode="after")
     def comparisons_are_pairs(self) -> Report:
@@ -238,7 +324,9 @@ class Report(Section):
 class Tracking(Section):
     """MLflow."""
 
-    uri: str | None = Field(None, min_length=1, description="tracking server; null = sqlite file mlflow.db here")
+    uri: str | None = Field(
+        None, min_length=1, description="tracking server; null = sqlite file mlflow.db here"
+    )
     experiment: str = Field("margrpo", min_length=1, max_length=200, description="MLflow experiment")
 
 
@@ -252,7 +340,9 @@ class Config(Section):
     train: Train = Train()
     reward: Reward = Reward()
     objective: Objective = Objective()
-    variants: dict[Name, dict[str, Any]] = Field(min_length=1, description="name -> objective switches it changes")
+    variants: dict[Name, dict[str, Any]] = Field(
+        min_length=1, description="name -> objective switches it changes"
+    )
     evaluation: Evaluation = Evaluation()
     report: Report = Report()
     tracking: Tracking = Tracking()
@@ -272,7 +362,9 @@ class Config(Section):
                 if variant not in self.variants and variant != "base":
                     raise ValueError(f"report.comparisons.{index}\0{variant}\0base or one of {known}")
         if self.train.ar_steps > self.sampler.ar_steps:
-            raise ValueError(f"train.ar_steps\0{self.train.ar_steps}\01..sampler.ar_steps ({self.sampler.ar_steps})")
+            raise ValueError(
+                f"train.ar_steps\0{self.train.ar_steps}\01..sampler.ar_steps ({self.sampler.ar_steps})"
+            )
         scored = self.sampler.denoising_steps - (self.sampler.final_step == "deterministic")
         if self.train.denoising_steps > scored:
             raise ValueError(

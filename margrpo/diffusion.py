@@ -1,4 +1,4 @@
-"""Gaussian denoising transitions: one code path gives mean, std, samples and log-probs in rollout and update."""
+"""Gaussian denoising transitions: one code path for means, samples and log-probs in rollout and update."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Transition:
         raise NotImplementedError
 
     def kernel(self, step: Tensor | int, x: Tensor, output: Tensor) -> Gaussian:
-        """Return p(x_next | x) for states x [.., C] and head outputs [.., C or 2C] at `step` ([..] or one)."""
+        """Return p(x_next | x) for states x [.., C] and outputs [.., C or 2C] at `step` ([..] or one)."""
         raise NotImplementedError
 
     def ode(self, step: int, x: Tensor, output: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Transition:
 
 
 class FlowSDE(Transition):
-    """Stochastic Euler steps of a rectified flow x_sigma = sigma * noise + (1 - sigma) * x0 (Flow-GRPO, MAR-GRPO).
+    """Stochastic Euler steps of a rectified flow x_sigma = sigma * noise + (1 - sigma) * x0 (Flow-GRPO).
 
     From sigma to sigma' with dt = sigma' - sigma < 0 and std = eta sqrt(sigma / (1 - sigma)), the schedule's
     second sigma in the denominator where sigma = 1:
@@ -97,10 +97,20 @@ class FlowSDE(Transition):
         ValueError: the sigmas do not descend from (0, 1] to 0.
     """
 
-    def __init__(self, sigmas: Tensor, eta: float, final_step: str = "deterministic", time_scale: float = 1.0) -> None:
+    def __init__(
+        self, sigmas: Tensor, eta: float, final_step: str = "deterministic", time_scale: float = 1.0
+    ) -> None:
         sigmas = sigmas.double()
-        if sigmas.dim() != 1 or len(sigmas) < 3 or sigmas[-1] != 0 or sigmas[0] > 1 or (sigmas.diff() >= 0).any():
-            raise ValueError(f"sigmas: {sigmas.tolist()}; allowed: at least 3 values descending from <= 1 to 0")
+        if (
+            sigmas.dim() != 1
+            or len(sigmas) < 3
+            or sigmas[-1] != 0
+            or sigmas[0] > 1
+            or (sigmas.diff() >= 0).any()
+        ):
+            raise ValueError(
+                f"sigmas: {sigmas.tolist()}; allowed: at least 3 values descending from <= 1 to 0"
+            )
         sigma, dt = sigmas[:-1], sigmas.diff()
         std = eta * (sigma / (1 - torch.where(sigma == 1, sigmas[1], sigma))).sqrt()
         if final_step == "deterministic":

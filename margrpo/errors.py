@@ -16,5 +16,5 @@ class ConfigError(MargrpoError):
         return cls(f"{key}: {given}; {allowed}")
 
 
-class TrainingStopped(MargrpoError):
-    """Training cannot go on (non-finite loss, no learning signal); the message names the last good checkpoint."""
+class TrainingError(MargrpoError):
+    """Training cannot go on (non-finite loss, no learning signal); names the last good checkpoint."""

@@ -1,4 +1,4 @@
-"""Stateless noise: each image's draws depend on its own seed alone, never on the batch, its order or the device."""
+"""Stateless noise: an image's draws depend on its own seed alone, never on the batch, order or device."""
 
 from __future__ import annotations
 

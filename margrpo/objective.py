@@ -1,13 +1,13 @@
-"""The loss: group-relative advantages, one policy term with switches, a KL term (DESIGN section 3; arXiv 2604.06966).
+"""The loss: group-relative advantages, one policy term with switches, a KL term (arXiv 2604.06966).
 
     loss = -(policy term - beta * KL)
 
 summed over channels, averaged over the selected (token, denoising step) pairs under the token mask.
 
-The bridged estimate averages over diffusion noise eps: with x_t = diffuse(X_k, eps) and the next state from the
-true q(x_{t-1} | x_t, X_k) it scores E[log pi(x_{t-1} | x_t)]. Summed over all steps t this is, up to the entropy
-of q, the evidence lower bound of log pi(X_k): biased, of low variance, tied to the rewarded token. At negative
-advantage it pushes a lower bound down, which clipping and the KL term must watch.
+The bridged estimate averages over diffusion noise eps: with x_t = diffuse(X_k, eps) and the next state from
+the true q(x_{t-1} | x_t, X_k) it scores E[log pi(x_{t-1} | x_t)]: an evidence-lower-bound surrogate of
+log pi(X_k), biased, of low variance, tied to the rewarded token. At negative advantage it pushes a lower
+bound down, which clipping and the KL term must watch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     ids, member = groups.unique(return_inverse=True)
     size = torch.bincount(member).to(rewards)
     if (size < 2).any():
-        raise ValueError(f"groups: ids {ids[size < 2].tolist()} have one image; allowed: at least 2 per group")
+        raise ValueError(
+            f"groups: ids {ids[size < 2].tolist()} have one image; allowed: at least 2 per group"
+        )
     mean = rewards.new_zeros(len(ids)).index_add(0, member, rewards) / size
     centred = rewards - mean[member]
     variance = rewards.new_zeros(len(ids)).index_add(0, member, centred.square()) / (size - 1)
@@ -64,7 +66,7 @@ def consistency_mask(step: RecordedStep, final: Tensor, threshold: float | None)
 
 
 def surrogate(change: Tensor, advantage: Tensor, clip_range: float | None) -> Tensor:
-    """Return ratio * advantage, ratio = exp(change in log-prob), pessimistically clipped (PPO) where asked."""
+    """Return ratio * advantage, ratio = exp(change in log-prob), clipped as in PPO where asked."""
     ratio = change.exp()
     if clip_range is None:
         return ratio * advantage
@@ -132,9 +134,11 @@ def step_terms(
     gain = advantage[rows.token // count]
     kept = keep.flatten()[rows.token]
     if objective.trajectory_source == "bridged" and old_log_prob is not None:
-        # A token's ratio is exp(mean change over its pairs): clipping must act on the token, not on single pairs.
+        # A token's ratio is exp(mean change over its pairs): clipping must act on the token, not on pairs.
         pairs = len(step.trajectories.steps)
-        change = change.new_zeros(keep.numel()).index_add(0, rows.token, change * rows.weight / pairs)[rows.token]
+        change = change.new_zeros(keep.numel()).index_add(0, rows.token, change * rows.weight / pairs)[
+            rows.token
+        ]
     policy_sum = (surrogate(change, gain, objective.clip_range) * rows.weight * kept).sum()
 
     kl_sum = policy_sum.new_zeros(())

@@ -34,7 +34,9 @@ def load_config(
     return build_config(load_params(path, overrides, profile))
 
 
-def load_params(path: str | Path, overrides: Sequence[str] = (), profile: str | None = None) -> dict[str, Any]:
+def load_params(
+    path: str | Path, overrides: Sequence[str] = (), profile: str | None = None
+) -> dict[str, Any]:
     """Return the raw mapping of a params file with profile and overrides applied (see `load_config`)."""
     params = read_yaml(Path(path))
     if profile is not None:
@@ -124,7 +126,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         return f"{'.'.join(location)}: missing; allowed: {_describe(owner, location[-1])}"
     name = next((part for part in reversed(location) if owner and part in owner.model_fields), location[-1])
     given = str(first["input"]).replace("\n", " ")
-    return f"{'.'.join(_without_tags(location))}: {given[:80]}; allowed: {_describe(owner, name) or first['msg']}"
+    allowed = _describe(owner, name) or first["msg"]
+    return f"{'.'.join(_without_tags(location))}: {given[:80]}; allowed: {allowed}"
 
 
 def _without_tags(location: Sequence[str]) -> list[str]:
@@ -163,7 +166,9 @@ def _describe_schema(schema: Mapping[str, Any]) -> str:
         return " | ".join(str(value) for value in schema["enum"])
     if "const" in schema:
         return str(schema["const"])
-    kind = {"null": "null", "object": "a mapping", "array": "a list"}.get(schema.get("type", ""), schema.get("type", ""))
+    kind = {"null": "null", "object": "a mapping", "array": "a list"}.get(
+        schema.get("type", ""), schema.get("type", "")
+    )
     low = [f">= {schema['minimum']}"] if "minimum" in schema else []
     low += [f"> {schema['exclusiveMinimum']}"] if "exclusiveMinimum" in schema else []
     high = [f"<= {schema['maximum']}"] if "maximum" in schema else []

@@ -214,7 +214,9 @@ def generate(
         needs_all = recording.needs_all(k)
         index = order[:, start:] if needs_all else order[:, start : start + count]
         z = take(policy.backbone(tokens, known, prefilled), index)
-        null_z = None if null_prefilled is None else take(policy.backbone(tokens, known, null_prefilled), index)
+        null_z = (
+            None if null_prefilled is None else take(policy.backbone(tokens, known, null_prefilled), index)
+        )
         x = take(noise.normal(seeds, "initial", k, (length, channels)).to(device), index)
         step_noise = _step_noise(seeds, k, policy, index) if stochastic else None
         recorded = k in recording.ar_steps
@@ -230,7 +232,9 @@ def generate(
             commit_z = z.new_zeros(images, length, z.shape[-1])
         commit_z = _put(commit_z, committed, z[:, :count])
         if null_z is not None:
-            commit_null_z = _put(torch.zeros_like(commit_z) if k == 0 else commit_null_z, committed, null_z[:, :count])
+            commit_null_z = _put(
+                torch.zeros_like(commit_z) if k == 0 else commit_null_z, committed, null_z[:, :count]
+            )
         start += count
     assert commit_z is not None  # every schedule commits at least one token
     return Rollout(tokens, commit_z, commit_null_z, condition, null, tuple(seeds), steps)

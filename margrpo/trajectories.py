@@ -64,7 +64,9 @@ def uncertain_tokens(final: Tensor, fraction: float) -> Tensor:
 
 
 @torch.no_grad()
-def draw_fresh(policy: Policy, rollout: Rollout, objective: Objective, steps: tuple[int, ...]) -> Fresh | None:
+def draw_fresh(
+    policy: Policy, rollout: Rollout, objective: Objective, steps: tuple[int, ...]
+) -> Fresh | None:
     """Return fresh trajectories under the commit z where the objective asks for them, else None."""
     commits = objective.trajectory_source == "resampled" and objective.resample_condition == "commit"
     if objective.uncertain_fraction == 1.0 and not commits:
@@ -88,7 +90,11 @@ def build_rows(
     own = _own_rows(step)
     if objective.trajectory_source == "rollout":
         return own
-    chosen = take(fresh.uncertain, step.index) if fresh is not None else torch.ones_like(step.index, dtype=torch.bool)
+    chosen = (
+        take(fresh.uncertain, step.index)
+        if fresh is not None
+        else torch.ones_like(step.index, dtype=torch.bool)
+    )
     if objective.trajectory_source == "bridged":
         others = _subset(own, ~chosen.flatten()[own.token])
         return _concatenate(others, _bridged_rows(policy, rollout, step, objective, chosen))
@@ -103,7 +109,8 @@ def build_rows(
 
 def _own_rows(step: RecordedStep) -> Rows:
     trajectories = step.trajectories
-    assert trajectories.states is not None and trajectories.next_states is not None
+    assert trajectories.states is not None
+    assert trajectories.next_states is not None
     assert trajectories.log_prob is not None
     times, images, count, channels = trajectories.states.shape
     ones = torch.ones(times * images * count, device=step.index.device)
@@ -126,12 +133,13 @@ def _resampled_rows(
     fresh: Fresh | None,
     chosen: Tensor,
 ) -> Rows:
-    """Return S transitions per recorded denoising step of the chosen tokens (bool [B, n]) from fresh trajectories."""
+    """Return S fresh transitions per recorded denoising step of the chosen tokens (bool [B, n])."""
     image, column = chosen.nonzero(as_tuple=True)
     samples, (_, length, channels) = objective.trajectories, rollout.tokens.shape
     steps = step.trajectories.steps
     if objective.resample_condition == "commit":
-        assert fresh is not None and fresh.trajectories.states is not None
+        assert fresh is not None
+        assert fresh.trajectories.states is not None
         assert fresh.trajectories.next_states is not None
         position = step.index[image, column]
         slots = torch.cat([position + sample * length for sample in range(samples)])
@@ -139,8 +147,11 @@ def _resampled_rows(
         next_states = fresh.trajectories.next_states[:, image.repeat(samples), slots]
     else:
         null_z = step.null_z if objective.guidance.logprob == "guided" else None
-        drawn = _resample(policy, rollout, objective, f"fresh-{step.k}", step.z, null_z, step.index, steps, chosen)
-        assert drawn.states is not None and drawn.next_states is not None
+        drawn = _resample(
+            policy, rollout, objective, f"fresh-{step.k}", step.z, null_z, step.index, steps, chosen
+        )
+        assert drawn.states is not None
+        assert drawn.next_states is not None
         states, next_states = drawn.states[:, 0], drawn.next_states[:, 0]
     token = (image * step.index.shape[1] + column).repeat(samples)
     own_share = 1 if objective.include_rollout else 0
@@ -168,9 +179,9 @@ def _resample(
     keep: tuple[int, ...],
     chosen: Tensor | None = None,
 ) -> Trajectories:
-    """Draw S trajectories for tokens `index` [B, n] under z [B, n, D], S-major; only the chosen ones if given.
+    """Draw S trajectories for tokens `index` [B, n] under z [B, n, D], S-major; of the chosen ones if given.
 
-    Returns trajectories of [B, S * n] tokens, or of [1, S * m] where `chosen` (bool [B, n]) has m true entries.
+    Returns trajectories of [B, S * n] tokens, or of [1, S * m] for m true entries of `chosen` (bool [B, n]).
     """
     _, length, channels = rollout.tokens.shape
     denoising, device = policy.transition.steps, index.device

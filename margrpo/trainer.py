@@ -1,0 +1,258 @@
+"""The training loop: updates, validations, logs, checkpoints, and resuming after any fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from margrpo.checkpoints import load_state, save_policy, save_state, write_atomic
+from margrpo.config import Config
+from margrpo.errors import MargrpoError, TrainingError
+from margrpo.logs import TIMING, RowFile, metric_columns
+from margrpo.prompts import Prompt
+from margrpo.updater import Updater
+
+SNAPSHOTS = ("last", "best", "milestone")
+_PATIENCE = 10  # updates without any learning signal before training stops
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Facts about a finished run; deterministic for a seed and machine."""
+
+    run: str
+    variant: str
+    seed: int
+    updates: int
+    base_sha256: str
+    last_sha256: str
+    best_sha256: str
+    best_update: int
+    best_validation_reward: float
+
+
+def train(
+    config: Config,
+    variant: str,
+    seed: int,
+    base: Path,
+    prompts: Mapping[str, list[Prompt]],
+    out: Path,
+    logs: Path,
+    resume: Path | None = None,
+    progress: bool = True,
+) -> TrainResult:
+    """Train one variant with one seed and write its checkpoints and logs.
+
+    Args:
+        base: checkpoint of the base policy. prompts: "train" and "validation".
+        out: folder for last, best and milestone.safetensors.
+        logs: folder for metrics.csv, timing.csv, summary.json.
+        resume: file that holds the state while training; if it is there, training goes on from it. Its name
+            must depend on everything that the result depends on. Removed at the end.
+
+    Raises:
+        TrainingError: non-finite numbers, or no learning signal at all; says where the last good state is.
+    """
+    loop = _Loop(Updater(config, variant, seed, base, prompts["train"], prompts["validation"]), logs, resume)
+    return loop.run(out, progress)
+
+
+class _Loop:
+    """The state of a run between updates: what a resume file holds."""
+
+    def __init__(self, updater: Updater, logs: Path, resume: Path | None) -> None:
+        self.updater, self.logs, self.resume = updater, logs, resume
+        self.snapshots: dict[str, dict[str, Tensor]] = {}
+        self.best: dict[str, float] = {"update": 0, "reward": -math.inf}
+        self.done = 0
+        self.flat = 0  # updates in a row without any signal
+        rows: dict[str, list[dict[str, float]]] = {"metrics": [], "timing": []}
+        if resume is not None and resume.is_file():
+            rows = self._restore(resume)
+        self.core_offset = rows["timing"][-1]["core_s"] if rows["timing"] else 0.0
+        self.wall_offset = rows["timing"][-1]["wall_s"] if rows["timing"] else 0.0
+        logs.mkdir(parents=True, exist_ok=True)
+        columns = metric_columns(list(updater.config.reward.weights))
+        self.metrics = RowFile(logs / "metrics.csv", columns, rows["metrics"])
+        self.timing = RowFile(logs / "timing.csv", TIMING, rows["timing"])
+
+    def run(self, out: Path, progress: bool) -> TrainResult:
+        updater, train = self.updater, self.updater.config.train
+        core, wall = time.process_time(), time.perf_counter()
+        name = f"{updater.variant}-{updater.seed}"
+        with _Progress(name, train.updates, self.done, progress) as bar:
+            for update in range(self.done + 1, train.updates + 1):
+                row = self._update(update)
+                self.metrics.append(row)
+                self.timing.append(
+                    {
+                        "update": update,
+                        "timestamp_ms": time.time_ns() // 1_000_000,
+                        "wall_s": round(self.wall_offset + time.perf_counter() - wall, 3),
+                        "core_s": round(self.core_offset + time.process_time() - core, 3),
+                        **{key: round(value, 4) for key, value in updater.seconds.items()},
+                    }
+                )
+                self.done = update
+                self._watch(row)
+                bar.show(update, row)
+                if self.resume is not None and (
+                    update % train.checkpoint_every == 0 or update == train.updates
+                ):
+                    self._save(self.resume)
+        return self._finish(out, name)
+
+    def _update(self, update: int) -> dict[str, float]:
+        train = self.updater.config.train
+        validates = update % train.validation_every == 0 or update == train.updates
+        self.updater.seconds = {}
+        try:
+            row = self.updater.update(update, validates)
+        except TrainingError as error:
+            raise TrainingError(f"{error}; {self._last_good()}") from None
+        if validates:
+            reward = row["validation/reward"] = self.updater.validate()
+            if reward > self.best["reward"]:
+                self.best = {"update": update, "reward": reward}
+                self.snapshots["best"] = self._weights()
+        if update == train.milestone:
+            self.snapshots["milestone"] = self._weights()
+        return row
+
+    def _watch(self, row: Mapping[str, float]) -> None:
+        """Warn about weak reward signals; stop when there has been none at all for a while."""
+        if row["frac_reward_zero_std"] > 0.5:
+            share = 100 * row["frac_reward_zero_std"]
+            _say(
+                f"warning: update {row['update']}: {share:.0f} % of the groups have equal rewards (no signal)"
+            )
+        silent = row["frac_reward_zero_std"] == 1.0 and row["grad_norm"] == 0.0
+        self.flat = self.flat + 1 if silent else 0
+        if self.flat >= _PATIENCE:
+            raise TrainingError(
+                f"{self.updater.variant}-{self.updater.seed}: every group had equal rewards and the gradient was "
+                f"0 for {_PATIENCE} updates (until {row['update']}); use another reward or more images per prompt"
+            )
+
+    def _finish(self, out: Path, name: str) -> TrainResult:
+        updater = self.updater
+        weights = {"last": self._weights(), "milestone": self._weights(), **self.snapshots}
+        hashes = {}
+        provenance = {"run": name, "base_sha256": updater.base_sha256, "updates": self.done}
+        for snapshot in SNAPSHOTS:
+            updater.policy.load_state_dict(weights[snapshot])
+            hashes[snapshot] = save_policy(
+                updater.policy, out / f"{snapshot}.safetensors", provenance | {"snapshot": snapshot}
+            )
+        result = TrainResult(
+            run=name,
+            variant=updater.variant,
+            seed=updater.seed,
+            updates=self.done,
+            base_sha256=updater.base_sha256,
+            last_sha256=hashes["last"],
+            best_sha256=hashes["best"],
+            best_update=int(self.best["update"]),
+            best_validation_reward=self.best["reward"],
+        )
+        write_atomic(self.logs / "summary.json", (json.dumps(asdict(result), indent=2) + "\n").encode())
+        if self.resume is not None:
+            self.resume.unlink(missing_ok=True)
+        return result
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self.updater.policy.state_dict().items()}
+
+    def _last_good(self) -> str:
+        if self.resume is None or not self.resume.is_file():
+            return "no resume state was written yet"
+        meta: dict[str, Any] = load_state(self.resume)[1]
+        return f"the last good state is {self.resume} (update {meta['done']})"
+
+    def _save(self, path: Path) -> None:
+        tensors = {f"policy/{name}": value for name, value in self._weights().items()}
+        for label, weights in self.snapshots.items():
+            tensors |= {f"snapshot/{label}/{name}": value for name, value in weights.items()}
+        for index, state in self.updater.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
+        meta = {
+            "done": self.done,
+            "flat": self.flat,
+            "best": None if math.isinf(self.best["reward"]) else self.best,
+            "rows": {"metrics": self.metrics.rows, "timing": self.timing.rows},
+        }
+        save_state(path, tensors, meta)
+
+    def _restore(self, path: Path) -> dict[str, list[dict[str, float]]]:
+        tensors, meta = load_state(path)
+        policy: dict[str, Tensor] = {}
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            kind, rest = key.split("/", 1)
+            if kind == "policy":
+                policy[rest] = value
+                continue
+            label, name = rest.split("/", 1)
+            if kind == "snapshot":
+                self.snapshots.setdefault(label, {})[name] = value
+            else:
+                moments.setdefault(int(label), {})[name] = value
+        optimizer = self.updater.optimizer.state_dict()
+        if len(moments) != len(optimizer["param_groups"][0]["params"]):
+            raise MargrpoError(f"{path}: resume state of another run; remove the file to start anew")
+        self.updater.policy.load_state_dict(policy)
+        self.updater.optimizer.load_state_dict({**optimizer, "state": moments})
+        self.done, self.flat = meta["done"], meta["flat"]
+        self.best = meta["best"] or self.best
+        rows: dict[str, list[dict[str, float]]] = meta["rows"]
+        _say(f"resuming {self.updater.variant}-{self.updater.seed} after update {self.done}")
+        return rows
+
+
+class _Progress:
+    """A bar on a terminal, a line now and then elsewhere: reward, KL, gradient norm, remaining time."""
+
+    def __init__(
+        self, name: str, updates: int, done: int, enabled: bool, stream: TextIO | None = None
+    ) -> None:
+        self.name, self.updates, self.done, self.enabled = name, updates, done, enabled
+        self.stream = stream or sys.stderr
+        self.started = time.perf_counter()
+        live = enabled and self.stream.isatty()
+        self.bar = tqdm(total=updates, initial=done, desc=name, disable=not live, file=self.stream)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def show(self, update: int, row: Mapping[str, float]) -> None:
+        text = f"reward {row['reward']:.3f} kl {row['kl']:.4f} grad {row['grad_norm']:.3f}"
+        if not self.bar.disable:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update()
+        elif self.enabled and (update % max(self.updates // 10, 1) == 0 or update == self.updates):
+            each = (time.perf_counter() - self.started) / (update - self.done)
+            left = each * (self.updates - update)
+            _say(f"{self.name} {update}/{self.updates} {text} eta {left:.0f} s", self.stream)
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    print(f"margrpo: {text}", file=stream or sys.stderr, flush=True)
+
+
+def single_thread() -> None:
+    """Use one torch thread: two per process are slower than one when the cores are busy."""
+    torch.set_num_threads(1)
