@@ -140,9 +140,10 @@ class _Loop:
         silent = row["frac_reward_zero_std"] == 1.0 and row["grad_norm"] == 0.0
         self.flat = self.flat + 1 if silent else 0
         if self.flat >= _PATIENCE:
+            name = f"{self.updater.variant}-{self.updater.seed}"
             raise TrainingError(
-                f"{self.updater.variant}-{self.updater.seed}: every group had equal rewards and the gradient was "
-                f"0 for {_PATIENCE} updates (until {row['update']}); use another reward or more images per prompt"
+                f"{name}: every group had equal rewards and the gradient was 0 for {_PATIENCE} updates "
+                f"(until {row['update']}); use another reward or more images per prompt"
             )
 
     def _finish(self, out: Path, name: str) -> TrainResult:
