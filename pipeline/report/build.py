@@ -19,9 +19,9 @@ from pipeline.report.setting import describe_setting
 from pipeline.report.tables import Table
 
 QUESTION = (
-    "A hybrid image generator writes continuous tokens with a masked autoregressive backbone and denoises each with "
-    "a small diffusion head. Reinforcing it with GRPO: which of MAR-GRPO's ingredients raise the reward on prompts "
-    "that training never saw?"
+    "A hybrid image generator writes continuous tokens with a masked autoregressive backbone and denoises "
+    "each with a small diffusion head. Reinforcing it with GRPO: which of MAR-GRPO's ingredients raise the "
+    "reward on prompts that training never saw?"
 )
 # The variants shown in before/after grids; fixed here, not chosen by result.
 _SHOWN = ("frozen_head_committed", "mar_grpo_bridged")
@@ -62,14 +62,17 @@ def _write(study: StudyData, root: Path, folder: Path) -> None:
         answers=_answers(study, primary, claims),
         headline=_headline(study, drawn),
         variants=tables.variants_table(study),
-        comparisons=[tables.comparisons_table(study, primary, others), tables.equal_cost_table(study, equal_cost)],
+        comparisons=[
+            tables.comparisons_table(study, primary, others),
+            tables.equal_cost_table(study, equal_cost),
+        ],
         claims=claims,
         curves=_curves(study, drawn),
         scatter=_scatter(study, drawn),
         samples=[_sample(run, drawn) for run in shown],
         samples_note=(
-            "The same test prompts, taken from the categories in turn, and the same noise for every policy; the first "
-            f"seed of each variant; {sampler.upper()} samples of the last checkpoint."
+            "The same test prompts, taken from the categories in turn, and the same noise for every "
+            f"policy; the first seed of each variant; {sampler.upper()} samples of the last checkpoint."
         ),
         sample_prompts=_sample_prompts(study, shown),
         details=tables.details_table(study),
@@ -81,7 +84,9 @@ def _write(study: StudyData, root: Path, folder: Path) -> None:
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     tables.results(study).to_csv(folder / "results.csv", index=False)
     numbers_found = tables.headline(study, primary, equal_cost)
-    (folder / "metrics.json").write_text(json.dumps(numbers_found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "metrics.json").write_text(
+        json.dumps(numbers_found, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
 
 
 def _replace(folder: Path, reports: Path) -> None:
@@ -106,8 +111,8 @@ def _answers(study: StudyData, primary: list[Comparison], claims: list[Claim]) -
     if means:
         best = max(means, key=lambda variant: means[variant])
         answers.append(
-            f"Highest mean held-out {study.sampler.upper()} reward: {best} with {numbers.plain(means[best])}; the base "
-            f"has {numbers.plain(measure(study.base))}."
+            f"Highest mean held-out {study.sampler.upper()} reward: {best} with "
+            f"{numbers.plain(means[best])}; the base has {numbers.plain(measure(study.base))}."
         )
     level = 1 - study.config.report.level
     decided = [row for row in primary if row.difference is not None and row.adjusted < level]
@@ -121,8 +126,13 @@ def _answers(study: StudyData, primary: list[Comparison], claims: list[Claim]) -
     compared = sum(row.difference is not None for row in primary)
     answers.append(f"{len(decided)} of {compared} comparisons are decided at p < {level:.2g} after Holm.")
     if any(len(study.of(variant)) == 1 for variant in study.variants):
-        answers.append("Some variants have one run only: nothing can be said about how another seed would turn out.")
-    counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in ("supported", "contradicted", "open")}
+        answers.append(
+            "Some variants have one run only: nothing can be said about how another seed would turn out."
+        )
+    counts = {
+        verdict: sum(claim.verdict == verdict for claim in claims)
+        for verdict in ("supported", "contradicted", "open")
+    }
     answers.append("Claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".")
     return answers
 
@@ -132,8 +142,8 @@ def _headline(study: StudyData, drawn: Path) -> Picture:
     return Picture(
         "headline.png",
         f"Held-out {study.sampler.upper()} reward of every variant with interval, and of the base",
-        f"Small dots: training seeds. Large dot and line: mean and {100 * study.config.report.level:.3g} % t-interval "
-        "over seeds. Dashed: the base policy.",
+        f"Small dots: training seeds. Large dot and line: mean and {100 * study.config.report.level:.3g} % "
+        "t-interval over seeds. Dashed: the base policy.",
     )
 
 
@@ -150,7 +160,8 @@ def _scatter(study: StudyData, drawn: Path) -> Picture:
     return Picture(
         "reward_against_diversity.png",
         "Reward against diversity, a point per run",
-        "A point per run. Reward gained by making the images of a prompt alike would move a point up and to the left.",
+        "A point per run. Reward gained by making the images of a prompt alike would move a point up and "
+        "to the left.",
     )
 
 
@@ -180,6 +191,6 @@ def _sample_prompts(study: StudyData, shown: list[Evaluated]) -> Table:
         "Reward of the prompts shown",
         ("prompt", *(BASE if run is study.base else run.name for run in shown)),
         tuple(rows),
-        f"Mean over the {study.config.evaluation.images_per_prompt} images of the prompt; “unseen”: the composition "
-        "does not occur in training.",
+        f"Mean over the {study.config.evaluation.images_per_prompt} images of the prompt; “unseen”: the "
+        "composition does not occur in training.",
     )

@@ -1,4 +1,4 @@
-"""Claims of the MAR-GRPO paper (arXiv 2604.06966) and of this project, judged by rules fixed before any run."""
+"""Claims of the MAR-GRPO paper (arXiv 2604.06966) and of this project, judged by rules fixed before runs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,16 @@ _PAIRS = (
     ("Consistency filtering improves on the frozen head", "paper", "consistency", "frozen_head"),
     ("MAR-GRPO, as the text reads, improves on the frozen head", "paper", "mar_grpo", "frozen_head"),
     (
-        "MAR-GRPO, as released, improves on the frozen head", "paper", "mar_grpo_released", "frozen_head",
+        "MAR-GRPO, as released, improves on the frozen head",
+        "paper",
+        "mar_grpo_released",
+        "frozen_head",
     ),
     (
-        "Bridged trajectories improve on the frozen head with committed tokens", "this project",
-        "mar_grpo_bridged", "frozen_head_committed",
+        "Bridged trajectories improve on the frozen head with committed tokens",
+        "this project",
+        "mar_grpo_bridged",
+        "frozen_head_committed",
     ),
 )
 
@@ -79,8 +84,8 @@ def _reward_claim(
     second: str,
 ) -> Claim:
     rule = (
-        f"{first} − {second}, {study.sampler.upper()} reward on the test prompts, last checkpoint, paired over "
-        f"seeds: Holm-adjusted p < {1 - study.config.report.level:.2g} decides by the sign, else open"
+        f"{first} − {second}, {study.sampler.upper()} reward on the test prompts, last checkpoint, paired "
+        f"over seeds: Holm-adjusted p < {1 - study.config.report.level:.2g} decides by the sign, else open"
     )
     row = by_pair.get((first, second))
     if row is None:
@@ -95,8 +100,9 @@ def _equal_cost_claim(study: StudyData, rows: list[EqualCost]) -> Claim:
     first, second = "mar_grpo_bridged", "frozen_head_committed"
     text = "Bridged trajectories improve on it at equal core-seconds too"
     rule = (
-        f"{first}, stopped where it cost no more CPU, − {second} at its end, {study.sampler.upper()} reward, paired "
-        f"over seeds: Holm-adjusted p < {1 - study.config.report.level:.2g} decides by the sign, else open"
+        f"{first}, stopped where it cost no more CPU, − {second} at its end, {study.sampler.upper()} "
+        f"reward, paired over seeds: Holm-adjusted p < {1 - study.config.report.level:.2g} decides by the "
+        "sign, else open"
     )
     row = next((row for row in rows if (row.first, row.second) == (first, second)), None)
     if row is None:
@@ -162,8 +168,8 @@ def _late_collapse(study: StudyData) -> Claim:
 def _late_progress(study: StudyData) -> Claim:
     text = "MAR-GRPO still improves where the others saturate"
     rule = (
-        f"at least {LATE_UPDATES} updates; mar_grpo, mean validation reward of the last quarter − that of the "
-        "quarter before, t-interval over seeds: above 0 supported, below 0 contradicted, else open"
+        f"at least {LATE_UPDATES} updates; mar_grpo, mean validation reward of the last quarter − that of "
+        "the quarter before, t-interval over seeds: above 0 supported, below 0 contradicted, else open"
     )
     return _late(study, text, rule, [_late_gain(run) for run in study.of("mar_grpo")])
 

@@ -1,4 +1,4 @@
-"""Comparisons of variants: paired over training seeds, Holm-adjusted over a family that params.yaml declares."""
+"""Comparisons of variants: paired over seeds, Holm-adjusted over the family in params.yaml."""
 
 from __future__ import annotations
 
@@ -59,13 +59,16 @@ def comparison_key(first: str, second: str) -> str:
 
 
 def compare(study: StudyData, measure: Measure) -> list[Comparison]:
-    """Return the pairs of `report.comparisons` on one measure, Holm-adjusted over all that could be tested."""
+    """Return the pairs of `report.comparisons` on one measure, Holm-adjusted over those tested."""
     found = {
         (first, second): _paired(study, first, second, measure, measure)
         for first, second in study.config.report.comparisons
     }
     adjusted = _holm(found)
-    return [Comparison(*pair, difference, adjusted[pair]) for pair, difference in found.items()]
+    return [
+        Comparison(first, second, difference, adjusted[first, second])
+        for (first, second), difference in found.items()
+    ]
 
 
 def compare_at_equal_cost(study: StudyData) -> list[EqualCost]:
@@ -94,7 +97,10 @@ def compare_at_equal_cost(study: StudyData) -> list[EqualCost]:
             )
         rows[first, second] = (checkpoint, cost, limit, difference)
     adjusted = _holm({pair: row[3] for pair, row in rows.items()})
-    return [EqualCost(*pair, *row, adjusted[pair]) for pair, row in rows.items()]
+    return [
+        EqualCost(first, second, checkpoint, cost, limit, difference, adjusted[first, second])
+        for (first, second), (checkpoint, cost, limit, difference) in rows.items()
+    ]
 
 
 def compare_within_runs(study: StudyData) -> list[WithinRun]:
@@ -118,9 +124,7 @@ def compare_within_runs(study: StudyData) -> list[WithinRun]:
     return rows
 
 
-def difference_of(
-    study: StudyData, first: str, second: str, measure: Measure
-) -> PairedDifference | None:
+def difference_of(study: StudyData, first: str, second: str, measure: Measure) -> PairedDifference | None:
     """Return the paired difference of two variants on one measure, None where one of them has no run."""
     return _paired(study, first, second, measure, measure)
 

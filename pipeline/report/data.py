@@ -59,10 +59,10 @@ class TrainedRun(Evaluated):
     timing: pd.DataFrame
     summary: dict[str, Any]
 
-    def core_seconds(self, update: int | None = None) -> float:
-        """Return the CPU seconds spent until the end of an update (default: the last)."""
-        rows = self.timing if update is None else self.timing[self.timing["update"] <= update]
-        return float(rows["core_s"].iloc[-1]) if len(rows) else math.nan
+    def core_seconds(self, updates: int | None = None) -> float:
+        """Return the CPU seconds spent on the first `updates` updates (default: all)."""
+        rows = self.timing if updates is None else self.timing.head(updates)
+        return float(rows["core_s"].iloc[-1])
 
     def updates(self) -> int:
         """Return how many updates were made."""
@@ -117,9 +117,10 @@ def load(config: Config, root: Path) -> StudyData:
     missing = [name for name in [BASE, *config.study.runs] if not _complete(reports, name)]
     if missing:
         raise MargrpoError(
-            f"report: {len(missing)} of {len(config.study.runs) + 1} runs are missing: {', '.join(missing)}; "
-            f"each needs {', '.join(_RUN_FILES)} in reports/runs/<run> and {', '.join(_EVALUATION_FILES)} in "
-            "reports/evaluation/<run>; run `dvc repro`, or drop them from study.runs in params.yaml"
+            f"report: {len(missing)} of {len(config.study.runs) + 1} runs are missing: "
+            f"{', '.join(missing)}; each needs {', '.join(_RUN_FILES)} in reports/runs/<run> and "
+            f"{', '.join(_EVALUATION_FILES)} in reports/evaluation/<run>; run `dvc repro`, or drop them "
+            "from study.runs in params.yaml"
         )
     base = Evaluated(BASE, **_evaluation(reports, BASE))
     runs = []
@@ -167,8 +168,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_csv(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
     try:
-        # The default parser of pandas is a last digit off; these files hold full precision.
-        frame = pd.read_csv(path, float_precision="round_trip", keep_default_na=False, na_values=[""])
+        frame = pd.read_csv(path, keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise _unreadable(path, str(error)) from error
     lacking = [column for column in columns if column not in frame.columns]

@@ -20,7 +20,7 @@ from pipeline.report.data import StudyData, reward
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS = "osD^vPX"
 _BASE = "#767676"
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,
@@ -31,7 +31,6 @@ _STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "figure.facecolor": "white",
-    "svg.hashsalt": "margrpo",
 }
 # Curves of nine variants in one panel cannot be followed: three a panel, axes shared.
 _PANELS = 3
@@ -48,7 +47,7 @@ CURVES: dict[str, tuple[str, str, bool, bool]] = {
 
 
 def draw_headline(study: StudyData, path: Path) -> None:
-    """Draw the primary metric of every variant: a dot per seed, the mean with its t-interval, the base as a line."""
+    """Draw the primary metric of every variant: a dot per seed, mean with t-interval, base as a line."""
     measure = reward("last", study.sampler)
     variants = study.variants
     with matplotlib.rc_context(_STYLE):
@@ -155,7 +154,15 @@ def _band(axes: Axes, frame: pd.DataFrame, label: str, color: str, logarithmic: 
     if not len(updates):
         return
     marker = "o" if len(updates) <= 12 else None
-    axes.plot(updates, np.nanmean(values, axis=1), color=color, linewidth=1.5, label=label, marker=marker, markersize=3)
+    axes.plot(
+        updates,
+        np.nanmean(values, axis=1),
+        color=color,
+        linewidth=1.5,
+        label=label,
+        marker=marker,
+        markersize=3,
+    )
     axes.fill_between(
         updates, np.nanmin(values, axis=1), np.nanmax(values, axis=1), color=color, alpha=0.16, linewidth=0
     )

@@ -33,7 +33,7 @@ def spread(interval: Interval, digits: int = 3) -> str:
 
 
 def spread_significant(interval: Interval) -> str:
-    """Return `mean ± half width` with three significant digits of the mean, for values that span magnitudes."""
+    """Return `mean ± half width` with three significant digits of the mean."""
     half = (interval.high - interval.low) / 2
     mean = significant(interval.mean)
     if math.isnan(half):

@@ -28,30 +28,35 @@ def describe_setting(study: StudyData, root: Path) -> list[tuple[str, str]]:
     return [
         (
             "Base policy",
-            f"{config.checkpoint.source}; sha256 {', '.join(sorted(value[:12] for value in hashes)) or 'unknown'}",
+            f"{config.checkpoint.source}; sha256 "
+            f"{', '.join(sorted(value[:12] for value in hashes)) or 'unknown'}",
         ),
         (
             "Training",
-            f"{train.updates} updates of {train.prompts_per_update} prompts × {train.images_per_prompt} images; "
-            f"AdamW, rate {train.learning_rate:g}, gradient norm clipped at {train.max_grad_norm:g}; KL weight "
-            f"{config.objective.beta:g} ({config.objective.kl}); reward: {weights}",
+            f"{train.updates} updates of {train.prompts_per_update} prompts × {train.images_per_prompt} "
+            f"images; AdamW, rate {train.learning_rate:g}, gradient norm clipped at "
+            f"{train.max_grad_norm:g}; KL weight {config.objective.beta:g} ({config.objective.kl}); reward: "
+            f"{weights}",
         ),
         (
             "Sampler",
             f"{sampler.ar_steps} AR steps, {sampler.denoising_steps} denoising steps, eta {sampler.eta:g}, "
-            f"{sampler.final_step} final step; per update {train.ar_steps} AR and {train.denoising_steps} denoising "
-            "steps are scored",
+            f"{sampler.final_step} final step; per update {train.ar_steps} AR and {train.denoising_steps} "
+            "denoising steps are scored",
         ),
         (
             "Evaluation",
-            f"{len(test_prompts)} test prompts ({seen} with seen, {len(test_prompts) - seen} with unseen compositions) "
-            f"× {evaluation.images_per_prompt} images = {images:,} images per sampler "
-            f"({', '.join(name.upper() for name in evaluation.samplers)}); the noise of an image depends on its "
-            "prompt and index only, so every policy gets the same",
+            f"{len(test_prompts)} test prompts ({seen} with seen, {len(test_prompts) - seen} with unseen "
+            f"compositions) × {evaluation.images_per_prompt} images = {images:,} images per sampler "
+            f"({', '.join(name.upper() for name in evaluation.samplers)}); the noise of an image depends on "
+            "its prompt and index only, so every policy gets the same",
         ),
         ("Code", _commit(root)),
         ("Software", f"Python {platform.python_version()}, {', '.join(_versions())}"),
-        ("Machine of this report", f"{_cpu()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"),
+        (
+            "Machine of this report",
+            f"{_cpu()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        ),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from margrpo.metrics.statistics import Interval, t_interval
+from margrpo.metrics.statistics import Interval, PairedDifference, t_interval
 from pipeline.report import numbers
 from pipeline.report.claims import gradient_norm
 from pipeline.report.comparisons import Comparison, EqualCost, WithinRun
@@ -29,10 +29,12 @@ class Table:
 
 
 def variants_table(study: StudyData) -> Table:
-    """Return the headline table: one row per variant, mean over seeds with the half width of the t-interval."""
+    """Return the headline table: a row per variant, mean over seeds with half width of the t-interval."""
     sampler = study.sampler
     other = [name for name in study.config.evaluation.samplers if name != sampler]
-    measures: list[tuple[str, Measure, bool]] = [(f"reward {sampler.upper()}", reward("last", sampler), False)]
+    measures: list[tuple[str, Measure, bool]] = [
+        (f"reward {sampler.upper()}", reward("last", sampler), False)
+    ]
     measures += [(f"reward {name.upper()}", reward("last", name), False) for name in other]
     measures += [
         ("seen", reward("last", sampler, "reward_seen"), False),
@@ -52,12 +54,13 @@ def variants_table(study: StudyData) -> Table:
         "Variants after the last update",
         ("variant", "seeds", *(label for label, _, _ in measures)),
         tuple(rows),
-        f"Mean over training seeds ± half width of the {_percent(study)} t-interval over seeds (one seed: no "
-        f"interval). Seen and unseen: {sampler.upper()} reward on prompts whose composition does or does not occur "
-        "in training. Diversity: mean absolute pixel difference between images of one prompt. KL: per token and "
-        "denoising step, on states of the base. Gradient norm: of the trained parameters before clipping, mean "
-        "over updates; end-to-end variants train more parameters. Core-seconds: CPU time of training, all "
-        "included. The highest mean is in bold; whether it differs is for the comparisons below.",
+        f"Mean over training seeds ± half width of the {_percent(study)} t-interval over seeds (one seed: "
+        f"no interval). Seen and unseen: {sampler.upper()} reward on prompts whose composition does or does "
+        "not occur in training. Diversity: mean absolute pixel difference between images of one prompt. "
+        "KL: per token and denoising step, on states of the base. Gradient norm: of the trained parameters "
+        "before clipping, mean over updates; end-to-end variants train more parameters. Core-seconds: CPU "
+        "time of training, all included. The highest mean is in bold; whether it differs is for the "
+        "comparisons below.",
         frozenset({best}),
     )
 
@@ -86,42 +89,45 @@ def details_table(study: StudyData) -> Table:
         f"Categories and other measures ({sampler.upper()})",
         ("variant", *(label for label, _ in measures)),
         tuple(rows),
-        f"Mean over seeds ± half width of the {_percent(study)} t-interval over seeds. Categories: reward on their "
-        "test prompts. Strict: share of images with every object, count, color and relation right. Best on "
-        "validation: reward of the checkpoint that validation prompts chose. Vendi: effective number of different "
-        f"images among {study.config.evaluation.images_per_prompt} of a prompt. High frequencies: share of spectral "
-        "energy above half of Nyquist; it falls when images are smoothed.",
+        f"Mean over seeds ± half width of the {_percent(study)} t-interval over seeds. Categories: reward "
+        "on their test prompts. Strict: share of images with every object, count, color and relation "
+        "right. Best on validation: reward of the checkpoint that validation prompts chose. Vendi: "
+        f"effective number of different images among {study.config.evaluation.images_per_prompt} of a "
+        "prompt. High frequencies: share of spectral energy above half of Nyquist; it falls when images "
+        "are smoothed.",
     )
 
 
-def comparisons_table(study: StudyData, primary: list[Comparison], others: dict[str, list[Comparison]]) -> Table:
+def comparisons_table(
+    study: StudyData, primary: list[Comparison], others: dict[str, list[Comparison]]
+) -> Table:
     """Return the declared comparisons: primary metric with p values, further metrics with plain intervals."""
     rows = []
     for index, row in enumerate(primary):
         if row.difference is None:
-            rows.append((_pair(row.first, row.second), "0", *["not in this study"], *[numbers.MISSING] * (2 + len(others))))
+            missing = [numbers.MISSING] * (2 + len(others))
+            rows.append((_pair(row.first, row.second), "0", "not in this study", *missing))
             continue
-        extra = [
-            numbers.MISSING if column[index].difference is None else numbers.signed(column[index].difference.interval)
-            for column in others.values()
-        ]
-        rows.append((
-            _pair(row.first, row.second),
-            str(len(row.difference.seeds)),
-            numbers.signed(row.difference.interval),
-            numbers.p_text(row.difference.p_value),
-            numbers.p_text(row.adjusted),
-            *extra,
-        ))
+        extra = [_signed(column[index].difference) for column in others.values()]
+        rows.append(
+            (
+                _pair(row.first, row.second),
+                str(len(row.difference.seeds)),
+                numbers.signed(row.difference.interval),
+                numbers.p_text(row.difference.p_value),
+                numbers.p_text(row.adjusted),
+                *extra,
+            )
+        )
     tested = sum(not math.isnan(row.adjusted) for row in primary)
     return Table(
         f"Comparisons at equal updates ({study.sampler.upper()} reward, last checkpoint)",
         ("first − second", "seeds", "difference", "p", "p (Holm)", *others),
         tuple(rows),
-        f"Difference of the means with its {_percent(study)} t-interval on per-seed paired differences; two-sided "
-        f"paired t-test; Holm adjustment over the family of {tested} tested comparisons of this table. Comparisons "
-        "with the base subtract its one evaluation on the same prompts and noise from every seed. Columns right of "
-        "the p values are secondary: their intervals are not adjusted.",
+        f"Difference of the means with its {_percent(study)} t-interval on per-seed paired differences; "
+        f"two-sided paired t-test; Holm adjustment over the family of {tested} tested comparisons of this "
+        "table. Comparisons with the base subtract its one evaluation on the same prompts and noise from "
+        "every seed. Columns right of the p values are secondary: their intervals are not adjusted.",
     )
 
 
@@ -135,26 +141,36 @@ def equal_cost_table(study: StudyData, rows: list[EqualCost]) -> Table:
             difference, raw = "not evaluated", math.nan
         else:
             difference, raw = numbers.signed(row.difference.interval), row.difference.p_value
-        cells.append((
-            _pair(row.first, row.second),
-            row.checkpoint or numbers.MISSING,
-            numbers.plain(row.first_cost, 1),
-            numbers.plain(row.second_cost, 1),
-            difference,
-            numbers.p_text(raw),
-            numbers.p_text(row.adjusted),
-        ))
+        cells.append(
+            (
+                _pair(row.first, row.second),
+                row.checkpoint or numbers.MISSING,
+                numbers.plain(row.first_cost, 1),
+                numbers.plain(row.second_cost, 1),
+                difference,
+                numbers.p_text(raw),
+                numbers.p_text(row.adjusted),
+            )
+        )
     tested = sum(not math.isnan(row.adjusted) for row in rows)
     milestone = study.config.train.milestone
     return Table(
         f"Comparisons at equal core-seconds ({study.sampler.upper()} reward)",
-        ("first − second", "checkpoint of first", "its core-s", "core-s of second", "difference", "p", "p (Holm)"),
+        (
+            "first − second",
+            "checkpoint of first",
+            "its core-s",
+            "core-s of second",
+            "difference",
+            "p",
+            "p (Holm)",
+        ),
         tuple(cells),
-        "The first variant counts at its last checkpoint where that cost no more CPU than the second one's whole "
-        f"training, else after update {milestone if milestone is not None else '(none set)'}, else there is no fair "
-        "comparison. Core-seconds were measured during training (mean over the common seeds) and vary with the "
-        f"load of the machine. {_percent(study)} t-interval on per-seed paired differences, paired t-test, Holm over "
-        f"the {tested} tested comparisons of this table.",
+        "The first variant counts at its last checkpoint where that cost no more CPU than the second one's "
+        f"whole training, else after update {milestone if milestone is not None else '(none set)'}, else "
+        "there is no fair comparison. Core-seconds were measured during training (mean over the common "
+        f"seeds) and vary with the load of the machine. {_percent(study)} t-interval on per-seed paired "
+        f"differences, paired t-test, Holm over the {tested} tested comparisons of this table.",
     )
 
 
@@ -163,10 +179,13 @@ def within_runs_table(study: StudyData, rows: list[WithinRun]) -> Table:
     return Table(
         f"Run by run ({study.sampler.upper()} reward, last checkpoint)",
         ("first − second", "prompts", "difference"),
-        tuple((_pair(row.first, row.second), str(row.interval.n), numbers.signed(row.interval)) for row in rows),
-        f"{_percent(study)} BCa bootstrap interval, test prompts resampled in pairs (images of a prompt averaged, "
-        f"same noise seeds in both; {study.config.report.resamples:,} resamples), not adjusted. These intervals say "
-        "how well two given checkpoints are told apart, not how another training seed would turn out.",
+        tuple(
+            (_pair(row.first, row.second), str(row.interval.n), numbers.signed(row.interval)) for row in rows
+        ),
+        f"{_percent(study)} BCa bootstrap interval, test prompts resampled in pairs (images of a prompt "
+        f"averaged, same noise seeds in both; {study.config.report.resamples:,} resamples), not adjusted. "
+        "These intervals say how well two given checkpoints are told apart, not how another training seed "
+        "would turn out.",
     )
 
 
@@ -180,22 +199,26 @@ def results(study: StudyData) -> pd.DataFrame:
                 values = run.evaluation.get(checkpoint, {}).get(sampler)
                 if values is None:
                     continue
-                rows.append({
-                    "run": run.name,
-                    "variant": run.variant if isinstance(run, TrainedRun) else BASE,
-                    "seed": run.seed if isinstance(run, TrainedRun) else None,
-                    "checkpoint": checkpoint,
-                    "sampler": sampler,
-                    **values,
-                    "kl_to_base": run.kl() if checkpoint == "last" else None,
-                    "grad_norm": _gradient_norm(run) if trained and checkpoint == "last" else None,
-                    "core_s_per_update": _core_seconds_per_update(run) if trained and checkpoint == "last" else None,
-                })
+                rows.append(
+                    {
+                        "run": run.name,
+                        "variant": run.variant if isinstance(run, TrainedRun) else BASE,
+                        "seed": run.seed if isinstance(run, TrainedRun) else None,
+                        "checkpoint": checkpoint,
+                        "sampler": sampler,
+                        **values,
+                        "kl_to_base": run.kl() if checkpoint == "last" else None,
+                        "grad_norm": _gradient_norm(run) if trained and checkpoint == "last" else None,
+                        "core_s_per_update": _core_seconds_per_update(run)
+                        if trained and checkpoint == "last"
+                        else None,
+                    }
+                )
     return pd.DataFrame(rows).astype({"seed": "Int64"})
 
 
 def headline(study: StudyData, primary: list[Comparison], equal_cost: list[EqualCost]) -> dict[str, Any]:
-    """Return the numbers for `dvc metrics diff`: means per variant and differences; unmeasured ones are left out."""
+    """Return the numbers for `dvc metrics diff`: means per variant and differences, if measured."""
     samplers = study.config.evaluation.samplers
     measures: dict[str, Measure] = {f"reward_{name}": reward("last", name) for name in samplers}
     measures["reward_unseen"] = reward("last", study.sampler, "reward_unseen")
@@ -216,6 +239,10 @@ def headline(study: StudyData, primary: list[Comparison], equal_cost: list[Equal
 
 def _interval_numbers(interval: Interval) -> dict[str, float]:
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
+
+
+def _signed(difference: PairedDifference | None) -> str:
+    return numbers.MISSING if difference is None else numbers.signed(difference.interval)
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:
