@@ -30,12 +30,12 @@ def spread(groups: Sequence[Hashable], count: int) -> list[int]:
     return sorted(index for _, index in sorted(turns)[:count])
 
 
-def draw_grid(images: Tensor, captions: Sequence[str]) -> bytes:
+def grid_png(captions: Sequence[str], images: Tensor) -> bytes:
     """Return a PNG with a row of images under each caption.
 
     Args:
-        images: [P, n, 3, H, W] in [0, 1]; small images are enlarged by whole pixels.
         captions: P prompts.
+        images: [P, n, 3, H, W] in [0, 1]; small images are enlarged by whole pixels.
     """
     prompts, columns, _, height, width = images.shape
     factor = max(1, _CELL // max(height, width))

@@ -15,7 +15,7 @@ import torch
 
 from margrpo.config import Config
 from margrpo.errors import MargrpoError
-from margrpo.grids import draw_grid
+from margrpo.grids import grid_png
 from margrpo.params import build_config, load_params
 from pipeline.report import build
 from pipeline.report.claims import judge
@@ -64,7 +64,7 @@ def reward_of(variant: str, seed: int) -> float:
 def write_evaluation(folder: Path, value: float, checkpoints: tuple[str, ...]) -> None:
     folder.mkdir(parents=True)
     rows, metrics = [], {}
-    # Prompt rewards spread around the value; the spread is the same for every policy, so differences are constant.
+    # Prompt rewards spread around the value, equally for every policy: differences are constant over prompts.
     offsets = np.linspace(-0.1, 0.1, len(PROMPTS))
     for checkpoint in checkpoints:
         shift = -0.02 if checkpoint == "milestone" else 0.0
@@ -100,7 +100,7 @@ def write_evaluation(folder: Path, value: float, checkpoints: tuple[str, ...]) -
     (folder / "metrics.json").write_text(json.dumps(metrics))
     pd.DataFrame(rows).to_csv(folder / "prompts.csv", index=False)
     images = torch.linspace(0, 1, 4 * 2 * 3 * 32 * 32).view(4, 2, 3, 32, 32)
-    (folder / "grid.png").write_bytes(draw_grid(images, PROMPTS[:4]))
+    (folder / "grid.png").write_bytes(grid_png(PROMPTS[:4], images))
 
 
 def write_study(config: Config, root: Path) -> None:
@@ -151,12 +151,12 @@ def test_paired_differences_and_holm(study: StudyData) -> None:
     absent, bridged, grpo = compare(study, reward("last", "sde"))
     assert absent.difference is None
     assert math.isnan(absent.adjusted)
-    # Differences .05, .052, .048: mean .05, sd .002, half width t(2) sd / sqrt 3 = 4.302653 * .0011547 = .004968.
+    # Differences .05, .052, .048: mean .05, sd .002, half width 4.302653 * .002 / sqrt 3 = .004968.
     assert bridged.difference is not None
     assert bridged.difference.seeds == (0, 1, 2)
     assert bridged.difference.interval.mean == pytest.approx(0.05)
     assert bridged.difference.interval.high - 0.05 == pytest.approx(0.004968, abs=1e-6)
-    # t = .05 / .0011547 = 43.3; p = 5.33e-4 (2 degrees of freedom: 1 - t / sqrt(t^2 + 2)); family of two tests.
+    # Two degrees of freedom: p = 1 - t / sqrt(t^2 + 2) with t = .05 / .0011547 = 43.3; a family of two tests.
     t = 0.05 / (0.002 / math.sqrt(3))
     assert bridged.difference.p_value == pytest.approx(1 - t / math.sqrt(t * t + 2), rel=1e-6)
     assert bridged.adjusted == pytest.approx(2 * bridged.difference.p_value)
