@@ -94,6 +94,18 @@ class Updater:
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
+        row, pieces = self.collect(update)
+        started = time.perf_counter()
+        if validated:
+            row["grad_norm/constant_advantage"] = self._constant_advantage_norm(pieces)
+        row |= self._step(update, self.accumulate(pieces))
+        for _ in range(1, self.objective.inner_epochs):
+            row["clip_ratio"] = self._step(update, self.accumulate(pieces))["clip_ratio"]
+        self.seconds["update_s"] = time.perf_counter() - started
+        return row
+
+    def collect(self, update: int) -> tuple[dict[str, float], list[Piece]]:
+        """Roll out and score the images of an update; return its reward metrics and what is to be scored."""
         started = time.perf_counter()
         batch = self.draw(update)
         recording = self.select(update)
@@ -106,18 +118,11 @@ class Updater:
         rewarded = time.perf_counter()
         advantage = loss.advantages(scored.total, batch.groups).to(rollout.tokens.device)
         pieces = self.prepare(rollout, advantage, recording)
-        row = {"update": update, **self._reward_metrics(scored, batch, images)}
-        if validated:
-            row["grad_norm/constant_advantage"] = self._constant_advantage_norm(pieces)
-        row |= self._step(update, self.accumulate(pieces))
-        for _ in range(1, self.objective.inner_epochs):
-            row["clip_ratio"] = self._step(update, self.accumulate(pieces))["clip_ratio"]
-        self.seconds = {
-            "rollout_s": sampled - started,
+        self.seconds |= {
+            "rollout_s": sampled - started + time.perf_counter() - rewarded,
             "reward_s": rewarded - sampled,
-            "update_s": time.perf_counter() - rewarded,
         }
-        return row
+        return {"update": update, **self._reward_metrics(scored, batch, images)}, pieces
 
     def draw(self, update: int) -> Batch:
         """Return the prompts and image seeds of an update; prompts are shuffled anew each epoch."""
