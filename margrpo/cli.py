@@ -1,0 +1,164 @@
+"""Command line of the library: pretrain, train, evaluate and sample without a pipeline around them.
+
+Heavy imports happen inside the commands, so that `--help` and errors in params answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from margrpo.errors import ConfigError, MargrpoError
+
+if TYPE_CHECKING:
+    from margrpo.config import Config
+    from margrpo.prompts import Prompt
+
+app = typer.Typer(
+    name="margrpo",
+    help="Reinforce hybrid (masked autoregressive + diffusion head) image generators with MAR-GRPO.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the params, dotted; repeatable."),
+]
+Profile = Annotated[
+    str | None, typer.Option("--profile", metavar="NAME", help="Overlay from `profiles` in the params file.")
+]
+PARAMS = Path("params.yaml")
+
+# Typer's own usage errors, whichever click it carries: BadParameter -> UsageError -> ClickException.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def run(application: typer.Typer, arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; return 2 after one line on stderr for anything that a person can correct."""
+    try:
+        result = application(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except MargrpoError as error:
+        return _fail(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        print("margrpo: stopped", file=sys.stderr)
+        return 130
+    except _UsageError as error:
+        format_message = getattr(error, "format_message", None)
+        return _fail(format_message() if format_message else str(error))
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str) -> int:
+    print(f"margrpo: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def load(params: Path, overrides: Sequence[str] | None, profile: str | None) -> Config:
+    """Return the validated configuration behind the three options that every command has.
+
+    Raises:
+        ConfigError: anything wrong with the file, the profile or the overrides.
+    """
+    from margrpo.params import load_config
+
+    return load_config(params, overrides or (), profile)
+
+
+@app.command()
+def pretrain(
+    out: Annotated[Path, typer.Option(help="Checkpoint file to write.")],
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Pretrain the embedded tiny policy on rendered scenes (section `pretrain` of the params)."""
+    config = load(params, overrides, profile)
+    _use_one_thread()
+    from margrpo.base import write_base
+
+    given = config.checkpoint.model_copy(update={"source": "pretrain", "path": None})
+    print(f"{out} sha256 {write_base(config.model_copy(update={'checkpoint': given}), out)}")
+
+
+@app.command()
+def train(
+    variant: Annotated[str, typer.Argument(help="A key of `variants`.")],
+    seed: Annotated[int, typer.Option(min=0, help="Training seed.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default artifacts/manual/<run>.")] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Train one variant outside of the pipeline; checkpoints and logs go to one folder."""
+    config = load(params, overrides, profile)
+    config.objective_of(variant)
+    _use_one_thread()
+    from margrpo import trainer
+    from margrpo.base import find_base
+
+    folder = out or Path("artifacts/manual") / f"{variant}-{seed}"
+    prompts = {split: _prompts(split) for split in ("train", "validation")}
+    result = trainer.train(config, variant, seed, find_base(config), prompts, out=folder, logs=folder)
+    print(f"{folder} last.safetensors sha256 {result.last_sha256}")
+
+
+@app.command()
+def sample(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help='For example "a red circle".')],
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("samples.png"),
+    checkpoint: Annotated[Path | None, typer.Option(help="Policy; default the base of the params.")] = None,
+    images: Annotated[int, typer.Option(min=1, max=1000, help="Images per prompt.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    sampler: Annotated[str, typer.Option(help="ode or sde.")] = "ode",
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Draw images for prompts and save them as one grid, a row per prompt."""
+    config = load(params, overrides, profile)
+    if sampler not in ("ode", "sde"):
+        raise ConfigError.of("--sampler", sampler, "allowed: ode | sde")
+    if out.suffix.lower() != ".png":
+        raise ConfigError.of("--out", out, "allowed: a file that ends in .png")
+    _use_one_thread()
+    from margrpo.base import find_base
+    from margrpo.checkpoints import load_policy, write_atomic
+    from margrpo.grids import grid_png
+    from margrpo.rollout import generate
+    from margrpo.seeds import derive
+
+    policy = load_policy(checkpoint or find_base(config))
+    policy.configure(config.sampler)
+    repeated = [prompt for prompt in prompts for _ in range(images)]
+    seeds = [derive("sample", seed, prompt, index) for prompt in prompts for index in range(images)]
+    rollout = generate(
+        policy,
+        repeated,
+        seeds,
+        config.sampler.ar_steps,
+        config.evaluation.guidance,
+        stochastic=sampler == "sde",
+    )
+    pixels = policy.decode(rollout.tokens)
+    write_atomic(out, grid_png(prompts, pixels.unflatten(0, (len(prompts), images))))
+    print(out)
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _prompts(split: str) -> list[Prompt]:
+    from margrpo.benchmarks.scenes import load_split
+    from margrpo.prompts import Prompt
+
+    return [Prompt(p.text, p.category, p.spec, p.seen) for p in load_split(split)]

@@ -1,0 +1,1 @@
+"""The pipeline around the library: DVC stages, Prefect flows, MLflow tracking, the report."""

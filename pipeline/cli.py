@@ -1,0 +1,47 @@
+"""The console script `margrpo`: the library's commands plus those that run the whole experiment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from margrpo.cli import PARAMS, Overrides, ParamsFile, Profile, app, load, run
+
+
+@app.command()
+def reproduce(
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Stages side by side; default one a core.")
+    ] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Run the experiment of the params: every stage that is not up to date, up to the report.
+
+    With another params file, a profile or overrides it runs in a scratch clone under .margrpo/scratch, so that
+    params.yaml, dvc.lock and reports/ stay as they are.
+    """
+    load(params, overrides, profile)
+    from pipeline.reproduce import reproduce as start
+
+    start(Path.cwd(), params, overrides or (), profile, workers)
+
+
+@app.command()
+def report(params: ParamsFile = PARAMS, overrides: Overrides = None, profile: Profile = None) -> None:
+    """Write the report of the runs in reports/ anew, without DVC."""
+    config = load(params, overrides, profile)
+    from pipeline import paths
+    from pipeline.report import build
+
+    build(config, Path.cwd())
+    print(paths.REPORT)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(run(app))

@@ -1,0 +1,74 @@
+"""`margrpo reproduce`: the workspace to run in, Prefect's settings, and what to say at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from margrpo.errors import MargrpoError
+from pipeline import jobs, paths
+
+FLUSH_SECONDS = 60.0  # how long the end of a run waits for MLflow
+
+
+def reproduce(
+    project: Path, params: Path, overrides: Sequence[str], profile: str | None, workers: int | None
+) -> None:
+    """Run every stage that is not up to date and say where the results are.
+
+    Raises:
+        MargrpoError: this is no project folder, or stages failed.
+    """
+    if not (project / "dvc.yaml").is_file():
+        raise MargrpoError(f"{project}: no dvc.yaml here; run this in the folder of the project")
+    os.environ["MARGRPO_HOME"] = str(project)
+    workspace = project
+    if profile is not None or overrides or params.resolve() != (project / paths.PARAMS).resolve():
+        from pipeline.scratch import prepare_workspace
+
+        workspace = prepare_workspace(project, params, overrides, profile)
+        os.environ["MARGRPO_PROFILE"] = workspace.name
+        print(f"margrpo: running in {workspace}; params.yaml, dvc.lock and reports/ stay as they are")
+    prepare_prefect(project)
+    from pipeline.flows import reproduce as flow
+
+    started = time.monotonic()
+    state = flow(workspace, workers or len(os.sched_getaffinity(0)), return_state=True)
+    if not state.is_completed():
+        raise MargrpoError(f"{state.message}; after the cause is gone, the same command goes on from here")
+    _say_where(project, workspace, time.monotonic() - started)
+
+
+def prepare_prefect(project: Path) -> None:
+    """Set what Prefect reads on import, unless the user has set it: state in .margrpo, quiet, no analytics."""
+    defaults = {
+        "PREFECT_HOME": str(project / ".margrpo" / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+        "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+        "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _say_where(project: Path, workspace: Path, seconds: float) -> None:
+    from pipeline.progress import duration
+
+    deadline = time.monotonic() + FLUSH_SECONDS
+    while jobs.pending() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    waiting = len(jobs.pending())
+    late = f" ({waiting} runs are not shipped yet; see .margrpo/tracking/follower.log)" if waiting else ""
+    print(
+        f"margrpo: up to date after {duration(seconds)}\n"
+        f"  report   {workspace / paths.REPORT}\n"
+        f"  curves   mlflow ui --backend-store-uri sqlite:///{project / 'mlflow.db'}{late}\n"
+        f"  runs     PREFECT_HOME={project / '.margrpo/prefect'} prefect server start\n"
+        f"  numbers  dvc metrics show, dvc plots show (in {workspace})"
+    )

@@ -1,0 +1,204 @@
+"""What each DVC stage runs: `python -m pipeline.stages prompts | checkpoint | train | evaluate | report`.
+
+A stage reads params.yaml; the paths are those of dvc.yaml. It imports neither Prefect nor mlflow.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"  # before numpy and torch are imported; stages run side by side, one a core
+
+from margrpo.config import Config  # noqa: E402
+from margrpo.errors import ConfigError, MargrpoError  # noqa: E402
+from margrpo.params import load_config  # noqa: E402
+from pipeline import jobs, paths, processes  # noqa: E402
+
+BASE_RUN = "base"
+_PACKAGE = Path(__file__).parent.parent / "margrpo"
+
+
+def write_prompts(config: Config) -> None:
+    """Write the prompt files of the splits and a manifest with their hashes."""
+    import json
+
+    from margrpo.benchmarks.scenes import load_split, manifest
+    from margrpo.checkpoints import write_atomic
+    from margrpo.prompts import SPLITS, dump_prompts
+
+    for split in SPLITS:
+        write_atomic(paths.PROMPTS / f"{split}.jsonl", dump_prompts(load_split(split)).encode())
+    write_atomic(
+        paths.PROMPTS / "manifest.json", (json.dumps(manifest(), indent=2, sort_keys=True) + "\n").encode()
+    )
+
+
+def write_checkpoint(config: Config) -> None:
+    """Write the base policy and a description of it.
+
+    Raises:
+        ConfigError: source `path` without the hash that tells DVC when the file is another one.
+    """
+    import json
+
+    from margrpo.base import write_base
+    from margrpo.checkpoints import read_header, sha256, write_atomic
+
+    given = config.checkpoint
+    if given.path is not None:
+        file = paths.home() / Path(given.path).expanduser()
+        if given.sha256 is None and file.is_file():
+            raise ConfigError.of(
+                "checkpoint.sha256", None, f"allowed with a path: the file's hash, {sha256(file)}"
+            )
+        config = config.model_copy(update={"checkpoint": given.model_copy(update={"path": str(file)})})
+    digest = write_base(config, paths.BASE)
+    facts = {"source": given.source, "sha256": digest, "header": read_header(paths.BASE)}
+    text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    write_atomic(paths.BASE.with_suffix(".json"), text.encode())
+
+
+def train(config: Config, run: str) -> None:
+    """Train one cell of the study; goes on from the resume state of a killed attempt.
+
+    The trainer dies with DVC, and a second one of the same cell waits for the first.
+    """
+    processes.die_with_parent()
+    variant, seed = _cell(config, run)
+    key = cell_key(config, variant, seed)
+    waiting = f"{run}: another training of it is running; waiting"
+    with ExitStack() as stack:
+        for lock in (Path(".margrpo/locks") / run, paths.state("locks", key)):
+            stack.enter_context(processes.exclusive(lock.with_suffix(".lock"), waiting))
+        from margrpo import trainer
+        from margrpo.prompts import read_prompts
+
+        trainer.single_thread()
+        logs = paths.LOGS / run
+        job = jobs.announce(_run_job(config, "train", run, key, logs))
+        files = {name: logs / name for name in ("metrics.csv", "timing.csv")}
+        prompts = {split: read_prompts(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")}
+        resume = paths.state("resume", key, "state.safetensors")
+        try:
+            trainer.train(config, variant, seed, paths.BASE, prompts, paths.RUNS / run, logs, resume)
+        except Exception:
+            jobs.finish(job, "FAILED", files)
+            raise
+        jobs.finish(job, "FINISHED", files)
+        with suppress(OSError):  # not there, or a newer state in it
+            resume.parent.rmdir()
+
+
+def evaluate(config: Config, run: str) -> None:
+    """Evaluate the checkpoints of a run, or the base policy, on the test prompts."""
+    processes.die_with_parent()
+    import torch
+
+    from margrpo.evaluation import evaluate as evaluate_policies
+    from margrpo.prompts import read_prompts
+
+    torch.set_num_threads(1)
+    out, logs = paths.EVALUATION / run, paths.LOGS / run
+    if run == BASE_RUN:
+        policies, key = {"last": paths.BASE}, jobs.digest(["base", _base_sha256()])
+    else:
+        folder = paths.RUNS / run
+        policies = {name: folder / f"{name}.safetensors" for name in ("last", "best", "milestone")}
+        key = cell_key(config, *_cell(config, run))
+    job = jobs.announce(_run_job(config, "evaluate", run, key, out))
+    try:
+        evaluate_policies(config, policies, paths.BASE, out, read_prompts(paths.PROMPTS / "test.jsonl"))
+    except Exception:
+        jobs.remove(job)
+        raise
+    files = {name: out / name for name in ("metrics.json", "grid.png")}
+    jobs.finish(job, "FINISHED", files | {name: logs / name for name in ("metrics.csv", "timing.csv")})
+
+
+def write_report(config: Config) -> None:
+    """Build the report of the study."""
+    processes.die_with_parent()
+    from pipeline.report import build
+
+    job = jobs.announce(jobs.make(config, "report", source=str(Path.cwd() / "reports")))
+    try:
+        build(config, Path.cwd())
+    except Exception:
+        jobs.finish(job, "FAILED", {})
+        raise
+    jobs.finish(job, "FINISHED", {name: Path("reports") / name for name in ("metrics.json", "report.html")})
+
+
+def cell_key(config: Config, variant: str, seed: int) -> str:
+    """Return the hash of all that a cell's result depends on: params, base, prompts, code, torch."""
+    import importlib.metadata
+
+    from margrpo.checkpoints import sha256
+
+    code = {str(file.relative_to(_PACKAGE)): sha256(file) for file in sorted(_PACKAGE.rglob("*.py"))}
+    prompts = [sha256(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")]
+    content = [_cell_params(config, variant, seed), _base_sha256(), prompts, code]
+    return jobs.digest([*content, importlib.metadata.version("torch")])
+
+
+def _cell_params(config: Config, variant: str, seed: int) -> dict[str, Any]:
+    sections = {name: getattr(config, name).model_dump() for name in ("sampler", "train", "reward")}
+    objective = config.objective_of(variant).model_dump()
+    return {"variant": variant, "seed": seed, **sections, "objective": objective}
+
+
+def _base_sha256() -> str:
+    from margrpo.checkpoints import sha256
+
+    return sha256(paths.BASE)
+
+
+def _cell(config: Config, run: str) -> tuple[str, int]:
+    if run not in config.study.runs:
+        raise ConfigError.of("run", run, f"allowed: {', '.join(config.study.runs)}")
+    cell = config.study.runs[run]
+    return cell.variant, cell.seed
+
+
+def _run_job(config: Config, kind: jobs.Kind, run: str, key: str, source: Path) -> jobs.Job:
+    base = _base_sha256()
+    params: dict[str, Any] = {}
+    tags = {"variant": run, "base_sha256": base, **jobs.origin_tags()}
+    if run != BASE_RUN:
+        variant, seed = _cell(config, run)
+        params = jobs.flatten(_cell_params(config, variant, seed))
+        tags |= {"variant": variant, "seed": str(seed), "params_hash": jobs.digest(params)}
+    named = {name.replace("/", "."): str(value) for name, value in params.items()}
+    folder = str(Path.cwd() / source)
+    return jobs.make(config, kind, run=run, cell=key, tags=tags, params=named, source=folder)
+
+
+_VERBS: dict[str, Callable[..., None]] = {
+    "prompts": write_prompts,
+    "checkpoint": write_checkpoint,
+    "train": train,
+    "evaluate": evaluate,
+    "report": write_report,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a stage; return 2 after a one-line message for anything a person can correct."""
+    try:
+        if not arguments or arguments[0] not in _VERBS:
+            raise ConfigError.of("stage", " ".join(arguments), f"allowed: {' | '.join(_VERBS)}")
+        _VERBS[arguments[0]](load_config(paths.PARAMS), *arguments[1:])
+    except MargrpoError as error:
+        print(f"margrpo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
