@@ -12,7 +12,8 @@ from torch import Tensor
 
 _CELL = 64  # pixels an image is enlarged to, at least
 _GAP = 4
-_CAPTION = 20
+_CAPTION = 24
+_FONT = 16
 _INK = (40, 40, 40)
 
 
@@ -43,7 +44,7 @@ def grid_png(captions: Sequence[str], images: Tensor) -> bytes:
     row_height = _CAPTION + cell_height + _GAP
     sheet = Image.new("RGB", (_GAP + columns * (cell_width + _GAP), _GAP + prompts * row_height), "white")
     draw = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(13)
+    font = ImageFont.load_default(_FONT)
     pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().movedim(2, -1).cpu().numpy()
     for row, caption in enumerate(captions):
         top = _GAP + row * row_height

@@ -125,7 +125,7 @@ def test_kl_of_a_shifted_velocity_in_closed_form() -> None:
     policy, base, shift = make_policy(), make_policy(), 0.1
     with torch.no_grad():
         policy.denoiser.final_layer.linear.bias += shift
-    # Every velocity is off by `shift` in each of 16 channels; with equal variances the KL is the squared difference
+    # Every velocity is off by `shift` in 16 channels; with equal variances the KL is the squared difference
     # of means over twice the variance, here averaged over the 7 steps that have a density (T = 8), eta .7.
     expected = []
     for step in range(7):
@@ -170,7 +170,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         assert mean == pytest.approx(metrics["last"][sampler]["reward"])
     # Two images of 64 pixels and three gaps of 4 wide; three rows of caption, images and gap high.
     with Image.open(out / "grid.png") as grid:
-        assert grid.size == (2 * 64 + 3 * 4, 4 + 3 * (20 + 64 + 4))
+        assert grid.size == (2 * 64 + 3 * 4, 4 + 3 * (24 + 64 + 4))
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     evaluate(config, policies, base, out, progress=False)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -193,6 +193,6 @@ def test_grid_enlarges_by_whole_pixels() -> None:
     data = grid_png(["a caption"], images)
     with Image.open(io.BytesIO(data)) as grid:
         pixels = np.asarray(grid)
-    corner = pixels[24 : 24 + 64, 4 : 4 + 64]
+    corner = pixels[28 : 28 + 64, 4 : 4 + 64]
     assert (corner[:2, :2] == [255, 0, 0]).all()
     assert (corner[2:, 2:] == 0).all()

@@ -11,7 +11,7 @@ from pathlib import Path
 from margrpo.config import Config
 from margrpo.grids import spread
 from pipeline.report import figures, numbers, tables
-from pipeline.report.claims import Claim, judge
+from pipeline.report.claims import Claim, is_significant, judge
 from pipeline.report.comparisons import Comparison, compare, compare_at_equal_cost, compare_within_runs
 from pipeline.report.data import BASE, Evaluated, StudyData, load, reward
 from pipeline.report.render import Document, Picture, render
@@ -115,13 +115,17 @@ def _answers(study: StudyData, primary: list[Comparison], claims: list[Claim]) -
             f"{numbers.plain(means[best])}; the base has {numbers.plain(measure(study.base))}."
         )
     level = 1 - study.config.report.level
-    decided = [row for row in primary if row.difference is not None and row.adjusted < level]
+    decided = [
+        row
+        for row in primary
+        if row.difference is not None and is_significant(row.adjusted, study.config.report.level)
+    ]
     for row in decided:
         assert row.difference is not None
         better = "is better than" if row.difference.interval.mean > 0 else "is worse than"
         answers.append(
             f"{row.first} {better} {row.second}: {numbers.signed(row.difference.interval)} over "
-            f"{len(row.difference.seeds)} seeds (p = {numbers.p_text(row.adjusted)} after Holm)."
+            f"{len(row.difference.seeds)} seeds ({numbers.p_statement(row.adjusted)} after Holm)."
         )
     compared = sum(row.difference is not None for row in primary)
     answers.append(f"{len(decided)} of {compared} comparisons are decided at p < {level:.2g} after Holm.")
@@ -149,9 +153,9 @@ def _headline(study: StudyData, drawn: Path) -> Picture:
 
 def _curves(study: StudyData, drawn: Path) -> list[Picture]:
     pictures = []
-    for name, (_, title, _, _) in figures.CURVES.items():
+    for name, curve in figures.CURVES.items():
         if figures.draw_curve(study, name, drawn / f"{name}.png"):
-            pictures.append(Picture(f"{name}.png", f"{title} over updates, by variant", f"{title}."))
+            pictures.append(Picture(f"{name}.png", f"{curve.title} over updates, by variant", curve.caption))
     return pictures
 
 

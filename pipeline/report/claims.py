@@ -12,7 +12,7 @@ import numpy as np
 from margrpo.metrics.statistics import PairedDifference, holm, t_interval
 from pipeline.report.comparisons import Comparison, EqualCost, difference_of
 from pipeline.report.data import Evaluated, StudyData, TrainedRun, reward
-from pipeline.report.numbers import p_text, signed
+from pipeline.report.numbers import p_statement, signed
 
 Verdict = Literal["supported", "contradicted", "open"]
 
@@ -70,9 +70,14 @@ def judge(study: StudyData, comparisons: list[Comparison], equal_cost: list[Equa
 
 def decide(effect: float, p_value: float, level: float) -> Verdict:
     """Return supported (effect > 0) or contradicted (< 0) where p < 1 - level, else open; NaN is open."""
-    if math.isnan(p_value) or not p_value < 1.0 - level or effect == 0.0:
+    if effect == 0.0 or not is_significant(p_value, level):
         return "open"
     return "supported" if effect > 0.0 else "contradicted"
+
+
+def is_significant(p_value: float, level: float) -> bool:
+    """Return whether p < 1 - level; False for NaN (no test was made)."""
+    return p_value + level < 1.0
 
 
 def _reward_claim(
@@ -196,7 +201,7 @@ def _late(study: StudyData, text: str, rule: str, values: list[float]) -> Claim:
 
 
 def _evidence(difference: PairedDifference, adjusted: float) -> str:
-    return f"{signed(difference.interval)}, p = {p_text(adjusted)}"
+    return f"{signed(difference.interval)}, {p_statement(adjusted)}"
 
 
 def _trained(read: Callable[[TrainedRun], float]) -> Callable[[Evaluated], float]:

@@ -103,8 +103,8 @@ class StudyData:
 
 
 def reward(checkpoint: str, sampler: str, metric: str = "reward") -> Measure:
-    """Return the measure that reads one evaluated number."""
-    return lambda run: run.value(checkpoint, sampler, metric)
+    """Return the measure that reads one evaluated number; the base has one checkpoint, whatever is asked for."""
+    return lambda run: run.value(checkpoint if isinstance(run, TrainedRun) else "last", sampler, metric)
 
 
 def load(config: Config, root: Path) -> StudyData:

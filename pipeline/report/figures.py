@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,38 @@ _STYLE: Any = {
 _PANELS = 3
 _SMOOTHING = 5
 
-# file name -> (column of metrics.csv, title, logarithmic, smoothed)
-CURVES: dict[str, tuple[str, str, bool, bool]] = {
-    "reward": ("reward", "Training reward", False, True),
-    "validation_reward": ("validation/reward", "Validation reward", False, False),
-    "kl": ("kl", "KL to the base (training)", True, False),
-    "grad_norm": ("grad_norm", "Gradient norm", True, False),
-    "diversity": ("diversity", "Diversity within a group (training)", False, True),
+
+@dataclass(frozen=True)
+class Curve:
+    """A column of metrics.csv as a figure."""
+
+    column: str
+    title: str
+    caption: str
+    logarithmic: bool = False
+    smoothed: bool = False
+
+
+CURVES = {
+    "reward": Curve("reward", "Training reward", "Mean reward of an update's images.", smoothed=True),
+    "validation_reward": Curve(
+        "validation/reward",
+        "Validation reward",
+        "SDE samples of the validation prompts from fixed noise; the highest point is the “best” checkpoint.",
+    ),
+    "kl": Curve("kl", "KL to the base", "On the states an update scores; logarithmic.", logarithmic=True),
+    "grad_norm": Curve(
+        "grad_norm",
+        "Gradient norm",
+        "Of the trained parameters, before clipping; logarithmic.",
+        logarithmic=True,
+    ),
+    "diversity": Curve(
+        "diversity",
+        "Diversity",
+        "Mean absolute pixel difference between the images of a group in training.",
+        smoothed=True,
+    ),
 }
 
 
@@ -77,8 +103,8 @@ def draw_curve(study: StudyData, name: str, path: Path) -> bool:
 
     Returns False, and draws nothing, where no run logged the column.
     """
-    column, title, logarithmic, smoothed = CURVES[name]
-    frames = {variant: _seeds(study, variant, column, smoothed) for variant in study.variants}
+    curve = CURVES[name]
+    frames = {variant: _seeds(study, variant, curve.column, curve.smoothed) for variant in study.variants}
     frames = {variant: frame for variant, frame in frames.items() if not frame.empty}
     if not frames:
         return False
@@ -89,13 +115,13 @@ def draw_curve(study: StudyData, name: str, path: Path) -> bool:
         for axes, group in zip(panels, groups, strict=True):
             for index, variant in enumerate(group):
                 if variant in frames:
-                    _band(axes, frames[variant], variant, _COLORS[index % len(_COLORS)], logarithmic)
-            if logarithmic:
+                    _band(axes, frames[variant], variant, _COLORS[index % len(_COLORS)], curve.logarithmic)
+            if curve.logarithmic:
                 axes.set_yscale("log")
             axes.set_xlabel("update")
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1, fontsize=8, borderaxespad=0.2)
-        panels[0].set_ylabel(title + (f"\n(mean of {_SMOOTHING} updates)" if smoothed else ""))
+        panels[0].set_ylabel(curve.title + (f"\n(mean of {_SMOOTHING} updates)" if curve.smoothed else ""))
         _save(figure, path)
     return True
 

@@ -50,6 +50,12 @@ def signed(interval: Interval, digits: int = 3) -> str:
     return f"{mean} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]".replace("-", "−")
 
 
+def p_statement(value: float) -> str:
+    """Return `p = 0.012`, or `p < 0.001`, with no-break spaces."""
+    text = p_text(value)
+    return (f"p {text}" if text.startswith("<") else f"p = {text}").replace(" ", "\u00a0")
+
+
 def p_text(value: float) -> str:
     """Return a p value with three decimals, `< 0.001` below that, n/a for NaN."""
     if math.isnan(value):

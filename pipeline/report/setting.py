@@ -8,8 +8,10 @@ import platform
 import subprocess
 from pathlib import Path
 
+from margrpo.checkpoints import load_policy, sha256
 from pipeline.report.data import StudyData
 
+BASE_CHECKPOINT = Path("artifacts/base/policy.safetensors")
 _PACKAGES = ("torch", "numpy", "scipy", "dvc", "mlflow", "prefect")
 # What decides results: a changed note or an output of DVC does not make the code dirty.
 _CODE = ("margrpo", "pipeline", "params.yaml", "dvc.yaml", "pyproject.toml", "constraints.txt")
@@ -19,18 +21,13 @@ def describe_setting(study: StudyData, root: Path) -> list[tuple[str, str]]:
     """Return label and text of every line of the setting."""
     config = study.config
     train, sampler, evaluation = config.train, config.sampler, config.evaluation
-    hashes = {str(run.summary["base_sha256"]) for run in study.runs if "base_sha256" in run.summary}
     prompts = study.base.prompts
     test_prompts = prompts.drop_duplicates("prompt")
     seen = int(test_prompts["seen"].astype(bool).sum()) if "seen" in test_prompts else 0
     weights = ", ".join(f"{name} × {weight:g}" for name, weight in config.reward.weights.items())
     images = len(test_prompts) * evaluation.images_per_prompt
     return [
-        (
-            "Base policy",
-            f"{config.checkpoint.source}; sha256 "
-            f"{', '.join(sorted(value[:12] for value in hashes)) or 'unknown'}",
-        ),
+        ("Base policy", f"{config.checkpoint.source}; {_base(study, root)}"),
         (
             "Training",
             f"{train.updates} updates of {train.prompts_per_update} prompts × {train.images_per_prompt} "
@@ -58,6 +55,22 @@ def describe_setting(study: StudyData, root: Path) -> list[tuple[str, str]]:
             f"{_cpu()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
         ),
     ]
+
+
+def _base(study: StudyData, root: Path) -> str:
+    """Return sizes and hash of the base policy, and whether the runs started from this very file."""
+    path = root / BASE_CHECKPOINT
+    if not path.is_file():
+        return f"{BASE_CHECKPOINT} is not here"
+    policy = load_policy(path)
+    backbone = sum(parameter.numel() for parameter in policy.backbone_parameters())
+    head = sum(parameter.numel() for parameter in policy.head_parameters())
+    digest = sha256(path)
+    others = sorted(run.name for run in study.runs if run.summary.get("base_sha256") != digest)
+    return (
+        f"{policy.tokens} tokens of {policy.channels} channels, {backbone:,} parameters in the backbone and "
+        f"{head:,} in the head; sha256 {digest[:12]}"
+    ) + (f"; NOT the base of {', '.join(others)}" if others else "")
 
 
 def _versions() -> list[str]:
