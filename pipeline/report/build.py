@@ -34,8 +34,9 @@ def build(config: Config, root: Path) -> None:
         MargrpoError: runs of the study are missing or unreadable.
     """
     study = load(config, root)
-    reports = root / "reports"
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=reports) as name:
+    reports, scratch = root / "reports", root / ".margrpo"
+    scratch.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="report-", dir=scratch) as name:
         folder = Path(name)
         _write(study, root, folder)
         _replace(folder, reports)
@@ -114,12 +115,8 @@ def _answers(study: StudyData, primary: list[Comparison], claims: list[Claim]) -
             f"Highest mean held-out {study.sampler.upper()} reward: {best} with "
             f"{numbers.plain(means[best])}; the base has {numbers.plain(measure(study.base))}."
         )
-    level = 1 - study.config.report.level
-    decided = [
-        row
-        for row in primary
-        if row.difference is not None and is_significant(row.adjusted, study.config.report.level)
-    ]
+    level = study.config.report.level
+    decided = [row for row in primary if row.difference is not None and is_significant(row.adjusted, level)]
     for row in decided:
         assert row.difference is not None
         better = "is better than" if row.difference.interval.mean > 0 else "is worse than"
@@ -128,7 +125,7 @@ def _answers(study: StudyData, primary: list[Comparison], claims: list[Claim]) -
             f"{len(row.difference.seeds)} seeds ({numbers.p_statement(row.adjusted)} after Holm)."
         )
     compared = sum(row.difference is not None for row in primary)
-    answers.append(f"{len(decided)} of {compared} comparisons are decided at p < {level:.2g} after Holm.")
+    answers.append(f"{len(decided)} of {compared} comparisons are decided at p < {1 - level:.2g} after Holm.")
     if any(len(study.of(variant)) == 1 for variant in study.variants):
         answers.append(
             "Some variants have one run only: nothing can be said about how another seed would turn out."

@@ -33,9 +33,9 @@ def spread(interval: Interval, digits: int = 3) -> str:
 
 
 def spread_significant(interval: Interval) -> str:
-    """Return `mean ± half width` with three significant digits of the mean."""
+    """Return `mean ± half width` with two significant digits of the mean."""
     half = (interval.high - interval.low) / 2
-    mean = significant(interval.mean)
+    mean = significant(interval.mean, 2)
     if math.isnan(half):
         return mean
     decimals = len(mean.partition(".")[2]) if "e" not in mean else 3

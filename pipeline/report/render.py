@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup, escape
 
 from pipeline.report.claims import Claim
 from pipeline.report.tables import Table
@@ -55,6 +56,7 @@ def render(document: Document, figures: Path) -> tuple[str, str]:
         keep_trailing_newline=True,
     )
     environment.filters["cell"] = _markdown_cell
+    environment.filters["breakable"] = _breakable
     environment.globals["inline"] = lambda picture: _inline(figures / picture.file)
     html = environment.get_template("report.html").render(document=document)
     markdown = environment.get_template("report.md").render(document=document)
@@ -63,6 +65,11 @@ def render(document: Document, figures: Path) -> tuple[str, str]:
 
 def _inline(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def _breakable(text: str) -> Markup:
+    """Return escaped text in which a narrow screen may break names after an underscore."""
+    return Markup(str(escape(text)).replace("_", "_<wbr>"))
 
 
 def _markdown_cell(text: str) -> str:

@@ -42,7 +42,7 @@ def variants_table(study: StudyData) -> Table:
         ("diversity", reward("last", sampler, "diversity"), False),
         ("KL to base", lambda run: run.kl(), True),
         ("gradient norm", _gradient_norm, True),
-        ("core-s / update", _core_seconds_per_update, True),
+        ("core-s/update", _core_seconds_per_update, True),
     ]
     rows = [(BASE, "", *(_single(measure(study.base), wide) for _, measure, wide in measures))]
     for variant in study.variants:
@@ -271,7 +271,7 @@ def _cell(study: StudyData, variant: str, measure: Measure, wide: bool) -> str:
 
 
 def _single(value: float, wide: bool) -> str:
-    return numbers.significant(value) if wide else numbers.plain(value)
+    return numbers.significant(value, 2) if wide else numbers.plain(value)
 
 
 def _pair(first: str, second: str) -> str:

@@ -231,7 +231,7 @@ def test_outputs(project: Path) -> None:
     assert sorted(set(linked)) == sorted(path.name for path in (reports / "figures").iterdir())
     # Mean over seeds .46 with half width t(2) * .01 / sqrt 3 = .025.
     assert "0.460 ± 0.025" in markdown
-    assert not list(reports.glob(".report-*"))
+    assert list((project / ".margrpo").iterdir()) == []
 
 
 def test_html_is_self_contained_and_escaped(project: Path) -> None:

@@ -120,6 +120,6 @@ def test_numbers() -> None:
     one = t_interval([0.5])
     assert spread(one) == "0.500"
     assert signed(one) == "+0.500 (one run)"
-    assert spread_significant(Interval(0.02263, 0.02163, 0.02363, 3, 0.95, "t")) == "0.0226 ± 0.0010"
+    assert spread_significant(Interval(0.02263, 0.02163, 0.02363, 3, 0.95, "t")) == "0.023 ± 0.001"
     assert p_statement(0.0456) == "p\u00a0=\u00a00.046"
     assert p_statement(0.0001) == "p\u00a0<\u00a00.001"
