@@ -13,16 +13,21 @@ from scipy import ndimage
 from margrpo.benchmarks.rules.geneval import Detection
 from margrpo.errors import MargrpoError
 from margrpo.scenes.grammar import CANVAS, COLORS, SHAPES, parse
-from margrpo.scenes.render import BACKGROUND, RADIUS, Scene, SceneObject, render
+from margrpo.scenes.render import BACKGROUND, Scene, SceneObject, render
 
 REJECT = 0.3
 """Largest RGB distance of a pixel to a mixture of the background and one color; beyond: no palette class."""
 MIN_PIXELS = 8
 """Components with fewer core pixels are dropped; the smallest object has 18."""
-SCORE_RANGE = (0.65, 0.9)
-"""Template overlap (soft intersection over union) that maps to score 0 and to score 1."""
+SCORE_RANGE = (0.68, 0.9)
+"""Template overlap (soft intersection over union) that maps to score 0 and to score 1.
+
+GenEval's keep threshold of .3 thus asks for .75. Measured: rendered objects reach at least .82; merged, halved
+or off-grid blobs stay below it in all but a few of a thousand noise images.
+"""
 _CORE = 0.5
-_FLOOR = 0.1
+_FLOOR = 0.2
+_RADII = (2.9, 3.2, 3.5, 3.8, 4.1)
 _HALF = 5
 _SIDE = 2 * _HALF + 1
 
@@ -69,7 +74,7 @@ def unmix(images: FloatArray) -> Unmixed:
 
 @dataclass(frozen=True)
 class _Templates:
-    """Soft silhouettes [N, 121], mass, shape index, and box geometry [N, 3]: centre offset x, y, radius, px."""
+    """Silhouettes [N, 121], mass, shape index, and box geometry [N, 3]: centre offset x, y, radius, px."""
 
     pixels: FloatArray
     mass: FloatArray
@@ -84,11 +89,13 @@ def _stretch(coverage: FloatArray) -> FloatArray:
 
 
 def _make_templates() -> _Templates:
-    """Cut 48 silhouettes per shape (4 x 4 sub-pixel positions, 3 radii) just as the detector cuts them."""
+    """Cut 80 silhouettes per shape (4 x 4 sub-pixel positions, 5 radii) just as the detector cuts them.
+
+    The radii reach beyond the renderer's, or a circle of 4 px would pass for a square.
+    """
     positions = CANVAS // 2 + np.array([0.125, 0.375, 0.625, 0.875])
-    radii = np.linspace(*RADIUS, 7)[1::2]
     color = next(iter(COLORS))
-    things = [SceneObject(color, *rest) for rest in product(SHAPES, positions, positions, radii)]
+    things = [SceneObject(color, *rest) for rest in product(SHAPES, positions, positions, _RADII)]
     unmixed = unmix(render([Scene((thing,), parse(f"a {color} {thing.shape}")) for thing in things]))
     labels, image, colors, rows, columns = _components(unmixed)
     crops, mass = _crops(unmixed, labels, image, colors, rows, columns)

@@ -41,8 +41,11 @@ VOCABULARY: tuple[str, ...] = (
 MAX_WORDS = 8
 """Words of the longest prompt ("a red circle left of a blue square")."""
 
-SPLIT_VERSION = "margrpo-scenes-1"
-"""Seed of the held-out compositions and of the benchmark splits; a new value is a new benchmark."""
+SPLIT_VERSION = "margrpo-scenes-2"
+"""Seed of the held-out compositions and of the benchmark splits; a new value is a new benchmark.
+
+The lowest number that leaves every object in the training prompts of every category.
+"""
 
 HELD_OUT_PAIRS = {"test": 8, "validation": 5}
 HELD_OUT_COUNTS = {"test": 4, "validation": 2}

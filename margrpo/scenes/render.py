@@ -75,13 +75,13 @@ def _free_cells(count: int) -> tuple[tuple[Cell, ...], ...]:
 
 @lru_cache(maxsize=8)
 def _related_cells(relation: str) -> tuple[tuple[Cell, Cell], ...]:
-    """All (moved, reference) cell pairs that are farther apart along the relation's axis than across."""
+    """All (moved, reference) cell pairs at least twice as far apart along the relation's axis as across."""
     axis, sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}[relation]
     pairs = [pair for a, b in _free_cells(2) for pair in ((a, b), (b, a))]
     return tuple(
         (moved, reference)
         for moved, reference in pairs
-        if sign * (moved[axis] - reference[axis]) > abs(moved[1 - axis] - reference[1 - axis])
+        if sign * (moved[axis] - reference[axis]) >= max(2, 2 * abs(moved[1 - axis] - reference[1 - axis]))
     )
 
 

@@ -72,7 +72,8 @@ def keep(detections: Sequence[Detection], threshold: float) -> Kept:
     Equal scores come out in reversed input order, as the released argsort-then-reverse does.
     """
     kept: Kept = {}
-    for detection in sorted(detections[::-1], key=lambda d: -np.float32(d.score)):
+    last_first = list(reversed(detections))
+    for detection in sorted(last_first, key=lambda d: -np.float32(d.score)):
         group = kept.setdefault(detection.label, [])
         if np.float32(detection.score) > np.float32(threshold) and len(group) < MAX_PER_CLASS:
             group.append(detection)
