@@ -128,7 +128,6 @@ def palette_noise(rng: np.random.Generator, block: int) -> Images:
     return colors[cells.repeat(block, axis=1).repeat(block, axis=2)].transpose(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize("rule", ["geneval_partial_clean", "geneval_strict", "geneval_official"])
 @pytest.mark.parametrize(
     "kind", ["uniform", "gaussian", "on background", "palette 1", "palette 2", "palette 4"]
 )
