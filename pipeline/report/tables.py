@@ -103,10 +103,9 @@ def comparisons_table(
 ) -> Table:
     """Return the declared comparisons: primary metric with p values, further metrics with plain intervals."""
     rows = []
+    absent = [_pair(row.first, row.second) for row in primary if row.difference is None]
     for index, row in enumerate(primary):
         if row.difference is None:
-            missing = [numbers.MISSING] * (2 + len(others))
-            rows.append((_pair(row.first, row.second), "0", "not in this study", *missing))
             continue
         extra = [_signed(column[index].difference) for column in others.values()]
         rows.append(
@@ -127,7 +126,8 @@ def comparisons_table(
         f"Difference of the means with its {_percent(study)} t-interval on per-seed paired differences; "
         f"two-sided paired t-test; Holm adjustment over the family of {tested} tested comparisons of this "
         "table. Comparisons with the base subtract its one evaluation on the same prompts and noise from "
-        "every seed. Columns right of the p values are secondary: their intervals are not adjusted.",
+        "every seed. Columns right of the p values are secondary: their intervals are not adjusted."
+        + (f" Not in this study: {'; '.join(absent)}." if absent else ""),
     )
 
 

@@ -228,6 +228,7 @@ def test_outputs(project: Path) -> None:
     assert "mar\\_grpo\\_bridged is better than frozen\\_head\\_committed: +0.050" in markdown
     linked = re.findall(r"\(figures/([^)]+)\)", markdown)
     assert linked
+    assert "Not in this study: frozen_head − base." in markdown
     assert sorted(set(linked)) == sorted(path.name for path in (reports / "figures").iterdir())
     # Mean over seeds .46 with half width t(2) * .01 / sqrt 3 = .025.
     assert "0.460 ± 0.025" in markdown
