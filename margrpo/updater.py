@@ -65,7 +65,9 @@ class Updater:
     ) -> None:
         self.config, self.variant, self.seed = config, variant, seed
         self.objective = config.objective_of(variant)
-        self.prompts, self.validation_prompts = train, validation
+        names = sorted({prompt.category for prompt in train})
+        self.categories = [[prompt for prompt in train if prompt.category == name] for name in names]
+        self.validation_prompts = validation
         rewards.check(config.reward.weights)
         self.policy = _load(base, config)
         self.reference = _load(base, config).requires_grad_(False)
@@ -125,7 +127,11 @@ class Updater:
         return {"update": update, **self._reward_metrics(scored, batch, images)}, pieces
 
     def draw(self, update: int) -> Batch:
-        """Return the prompts and image seeds of an update; prompts are shuffled anew each epoch."""
+        """Return the prompts and image seeds of an update.
+
+        Slots take the categories in turn, so that each is trained equally; the prompts of a category are
+        shuffled anew each time all have been shown.
+        """
         train = self.config.train
         first = (update - 1) * train.prompts_per_update
         slots = [self._prompt(first + slot) for slot in range(train.prompts_per_update)]
@@ -141,9 +147,11 @@ class Updater:
         )
 
     def _prompt(self, position: int) -> Prompt:
-        epoch, index = divmod(position, len(self.prompts))
-        order = torch.randperm(len(self.prompts), generator=seeds.generator("prompts", self.seed, epoch))
-        return self.prompts[int(order[index])]
+        turn, category = divmod(position, len(self.categories))
+        prompts = self.categories[category]
+        epoch, index = divmod(turn, len(prompts))
+        generator = seeds.generator("prompts", self.seed, category, epoch)
+        return prompts[int(torch.randperm(len(prompts), generator=generator)[index])]
 
     def select(self, update: int) -> Recording:
         """Draw the AR steps and denoising steps that all images of this update are scored at."""

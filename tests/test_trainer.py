@@ -156,12 +156,19 @@ def test_draws_are_functions_of_seed_and_update(base: Path) -> None:
     assert first.draw(3).seeds == again.draw(3).seeds != other.draw(3).seeds
     assert first.select(3) == again.select(3)
     assert len({seed for update in range(1, 6) for seed in first.draw(update).seeds}) == 5 * 6
-    # an epoch of 12 prompts at 2 slots an update shows every prompt once
-    shown = [prompt.text for update in range(1, 7) for prompt in first.draw(update).prompts[::3]]
-    assert sorted(shown) == sorted(prompt.text for prompt in PROMPTS["train"])
     batch = first.draw(1)
     assert batch.groups.tolist() == [0, 0, 0, 1, 1, 1]
     assert batch.prompts[0] is batch.prompts[2] is not batch.prompts[3]
+
+
+def test_categories_take_turns_and_every_prompt_is_shown_once_an_epoch(base: Path) -> None:
+    every = scene_prompts("train", 1000)
+    kinds = ("single", "color", "numeracy")
+    prompts = [prompt for kind in kinds for prompt in [p for p in every if p.category == kind][:4]]
+    updater = Updater(config(), "grpo", 0, base, prompts, PROMPTS["validation"])
+    shown = [prompt for update in range(1, 7) for prompt in updater.draw(update).prompts[::3]]
+    assert [prompt.category for prompt in shown] == ["color", "numeracy", "single"] * 4
+    assert sorted(prompt.text for prompt in shown) == sorted(prompt.text for prompt in prompts)
 
 
 def test_steps_are_drawn_without_replacement_among_the_scored(base: Path) -> None:
