@@ -6,25 +6,28 @@ Import this module only after `pipeline.reproduce.prepare_prefect`: Prefect read
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import os
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import PrefectFuture
-from prefect.states import Completed, Failed, State
+from prefect.client.schemas.objects import State
+from prefect.futures import PrefectConcurrentFuture
+from prefect.states import Completed, Failed
 
 from pipeline import processes
 from pipeline.graph import Stage, read_graph
 from pipeline.progress import Progress
 
+_BAR_SECONDS = 10.0  # between two states of a progress bar that is not on a terminal
 # What DVC says around a stage's own output and nobody needs to read thirty times.
 _CHATTER = (
     "> ",
@@ -40,16 +43,18 @@ _CHATTER = (
 )
 
 
-@dataclass
 class Children:
     """The running `dvc` processes of this process; all of them end when the flow does."""
 
-    running: set[Any] = field(default_factory=set)
-    stopped: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[str]] = set()
+        self.stopped = False
+        self.lock = threading.Lock()
 
     @contextmanager
-    def start(self, command: list[str], cwd: Path, environment: dict[str, str]) -> Iterator[Any]:
+    def start(
+        self, command: list[str], cwd: Path, environment: dict[str, str]
+    ) -> Iterator[subprocess.Popen[str]]:
         """Start a process that `stop` ends with all its descendants."""
         with self.lock:
             if self.stopped:
@@ -80,16 +85,28 @@ def run_stage(stage: str, workspace: Path, children: Children, progress: Progres
     tail: list[str] = []
     started = time.monotonic()
     with children.start(command, workspace, stage_environment(run_id)) as process:
-        for line in process.stdout:
-            text = line.rstrip()
-            if text and not text.startswith(_CHATTER):
-                tail = [*tail[-19:], text]
-                progress.line(stage, text)
-                logger.info(text)
+        for text in _worth_reading(process.stdout or ()):
+            tail = [*tail[-19:], text]
+            progress.line(stage, text)
+            logger.info(text)
         code = process.wait()
     if code:
         return Failed(message=f"{stage}: `dvc repro` ended with code {code}", data="\n".join(tail))
     return Completed(message=f"{stage}: {time.monotonic() - started:.1f} s")
+
+
+def _worth_reading(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a stage without DVC's chatter and with one state of a progress bar now and then."""
+    shown = -math.inf
+    for line in lines:
+        text = line.rstrip()
+        if not text or text.startswith(_CHATTER):
+            continue
+        if "%|" in text:  # a bar of tqdm
+            if time.monotonic() - shown < _BAR_SECONDS:
+                continue
+            shown = time.monotonic()
+        yield text
 
 
 def stage_environment(run_id: str) -> dict[str, str]:
@@ -123,7 +140,7 @@ def _run_all(
 ) -> set[str]:
     done = {stage.name for stage in stages if not stage.stale}
     waiting = [stage for stage in stages if stage.stale]
-    running: dict[concurrent.futures.Future[Any], tuple[str, PrefectFuture[Any]]] = {}
+    running: dict[concurrent.futures.Future[Any], tuple[str, PrefectConcurrentFuture[Any]]] = {}
     failed: set[str] = set()
     while waiting or running:
         blocked = {stage.name for stage in waiting if stage.needs & failed}
@@ -135,6 +152,7 @@ def _run_all(
             waiting.remove(stage)
             progress.start(stage)
             future = run_stage.submit(stage.name, workspace, children, progress, str(runtime.flow_run.id))
+            assert isinstance(future, PrefectConcurrentFuture)  # the thread pool's kind
             running[future.wrapped_future] = (stage.name, future)
         finished, _ = concurrent.futures.wait(running, timeout=1.0, return_when="FIRST_COMPLETED")
         for wrapped in finished:

@@ -111,7 +111,7 @@ def ensure_follower() -> None:
             return
     home = paths.home()
     command = [sys.executable, "-m", "pipeline.tracking", str(home)]
-    processes.spawn_detached(command, Path.cwd(), paths.state("tracking", "follower.log"))
+    processes.spawn_detached(command, home, paths.state("tracking", "follower.log"))
 
 
 def follower_lock() -> Path:

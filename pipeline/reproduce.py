@@ -9,6 +9,7 @@ from pathlib import Path
 
 from margrpo.errors import MargrpoError
 from pipeline import jobs, paths
+from pipeline.graph import read_graph
 
 FLUSH_SECONDS = 60.0  # how long the end of a run waits for MLflow
 
@@ -31,14 +32,19 @@ def reproduce(
         workspace = prepare_workspace(project, params, overrides, profile)
         os.environ["MARGRPO_PROFILE"] = workspace.name
         print(f"margrpo: running in {workspace}; params.yaml, dvc.lock and reports/ stay as they are")
+    started = time.monotonic()
+    if any(stage.stale for stage in read_graph(workspace)):  # else Prefect has nothing to do
+        _run_flow(project, workspace, workers or len(os.sched_getaffinity(0)))
+    _say_where(project, workspace, time.monotonic() - started)
+
+
+def _run_flow(project: Path, workspace: Path, workers: int) -> None:
     prepare_prefect(project)
     from pipeline.flows import reproduce as flow
 
-    started = time.monotonic()
-    state = flow(workspace, workers or len(os.sched_getaffinity(0)), return_state=True)
+    state = flow(workspace, workers, return_state=True)
     if not state.is_completed():
         raise MargrpoError(f"{state.message}; after the cause is gone, the same command goes on from here")
-    _say_where(project, workspace, time.monotonic() - started)
 
 
 def prepare_prefect(project: Path) -> None:
