@@ -103,7 +103,7 @@ def _reward_claim(
 
 def _equal_cost_claim(study: StudyData, rows: list[EqualCost]) -> Claim:
     first, second = "mar_grpo_bridged", "frozen_head_committed"
-    text = "Bridged trajectories improve on it at equal core-seconds too"
+    text = "Bridged trajectories improve on that control at equal core-seconds too"
     rule = (
         f"{first}, stopped where it cost no more CPU, − {second} at its end, {study.sampler.upper()} "
         f"reward, paired over seeds: Holm-adjusted p < {1 - study.config.report.level:.2g} decides by the "

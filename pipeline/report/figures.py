@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from margrpo.metrics.statistics import t_interval
 from pipeline.report.data import StudyData, reward
 
+DPI = 144
 # Okabe and Ito's palette without yellow: told apart by color-blind readers, readable on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS = "osD^vPX"
@@ -110,7 +111,9 @@ def draw_curve(study: StudyData, name: str, path: Path) -> bool:
         return False
     groups = _groups(list(study.variants))
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(3.4 * len(groups) + 0.8, 2.9), layout="constrained")
+        figure = Figure(
+            figsize=(3.4 * len(groups) + (0.8 if len(groups) > 1 else 3.0), 2.9), layout="constrained"
+        )
         panels = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
         for axes, group in zip(panels, groups, strict=True):
             for index, variant in enumerate(group):
@@ -196,4 +199,4 @@ def _band(axes: Axes, frame: pd.DataFrame, label: str, color: str, logarithmic: 
 
 def _save(figure: Figure, path: Path) -> None:
     # The default metadata name the version of matplotlib: they would change the bytes, not the picture.
-    figure.savefig(path, dpi=144, format="png", metadata={"Software": None})
+    figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
+from PIL import Image
 
 from pipeline.report.claims import Claim
+from pipeline.report.figures import DPI
 from pipeline.report.tables import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -58,6 +60,7 @@ def render(document: Document, figures: Path) -> tuple[str, str]:
     environment.filters["cell"] = _markdown_cell
     environment.filters["breakable"] = _breakable
     environment.globals["inline"] = lambda picture: _inline(figures / picture.file)
+    environment.globals["width"] = lambda picture: _width(figures / picture.file)
     html = environment.get_template("report.html").render(document=document)
     markdown = environment.get_template("report.md").render(document=document)
     return html, markdown
@@ -65,6 +68,12 @@ def render(document: Document, figures: Path) -> tuple[str, str]:
 
 def _inline(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def _width(path: Path) -> int:
+    """Return the width in CSS pixels (96 an inch) at which text in a figure has the size it was drawn for."""
+    with Image.open(path) as image:
+        return round(image.width * 96 / DPI)
 
 
 def _breakable(text: str) -> Markup:
