@@ -100,9 +100,10 @@ def train(
     config = load(params, overrides, profile)
     config.objective_of(variant)
     _use_one_thread()
-    from margrpo import trainer
+    from margrpo import rewards, trainer
     from margrpo.base import find_base
 
+    rewards.check(config.reward.weights)
     folder = out or Path("artifacts/manual") / f"{variant}-{seed}"
     prompts = {split: _prompts(split) for split in ("train", "validation")}
     result = trainer.train(config, variant, seed, find_base(config), prompts, out=folder, logs=folder)

@@ -208,7 +208,8 @@ class Config(Section):
                     raise ValueError(f"report.comparisons.{index}\0{variant}\0base or one of {known}")
         if self.train.ar_steps > self.sampler.ar_steps:
             raise ValueError(
-                f"train.ar_steps\0{self.train.ar_steps}\01..sampler.ar_steps ({self.sampler.ar_steps})"
+                f"train.ar_steps\0{self.train.ar_steps}\0"  # then a new literal: \01 is another escape
+                f"1..sampler.ar_steps ({self.sampler.ar_steps})"
             )
         scored = self.sampler.denoising_steps - (self.sampler.final_step == "deterministic")
         if self.train.denoising_steps > scored:

@@ -166,6 +166,8 @@ def _describe_schema(schema: Mapping[str, Any]) -> str:
         return " | ".join(str(value) for value in schema["enum"])
     if "const" in schema:
         return str(schema["const"])
+    if schema.get("type") == "array" and schema.get("items", {}).keys() & {"enum", "const"}:
+        return f"a list of {_describe_schema(schema['items'])}"
     kind = {"null": "null", "object": "a mapping", "array": "a list"}.get(
         schema.get("type", ""), schema.get("type", "")
     )
