@@ -1,4 +1,4 @@
-"""Command line of the library: pretrain, train, evaluate and sample without a pipeline around them.
+"""Command line of the library: pretrain, train, sample, diagnose without a pipeline around them.
 
 Heavy imports happen inside the commands, so that `--help` and errors in params answer at once.
 """
@@ -150,6 +150,42 @@ def sample(
     pixels = policy.decode(rollout.tokens)
     write_atomic(out, grid_png(prompts, pixels.unflatten(0, (len(prompts), images))))
     print(out)
+
+
+@app.command()
+def diagnose(
+    variants: Annotated[list[str] | None, typer.Argument(help="Keys of `variants`; default all.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Policy; default the base of the params.")] = None,
+    updates: Annotated[int, typer.Option(min=2, max=10_000, help="Gradients per variant.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and noise.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="CSV file to write as well.")] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Measure the gradient noise of variants at one policy: variance, signal-to-noise, projection on the signal."""
+    config = load(params, overrides, profile)
+    chosen = variants or list(config.variants)
+    for variant in chosen:
+        config.objective_of(variant)
+    _use_one_thread()
+    from margrpo.base import find_base
+    from margrpo.checkpoints import write_atomic
+    from margrpo.diagnose import diagnose as measure
+
+    prompts = {split: _prompts(split) for split in ("train", "validation")}
+    table = measure(
+        config,
+        chosen,
+        seed,
+        checkpoint or find_base(config),
+        prompts,
+        updates,
+        report=lambda text: print(f"margrpo: {text}", file=sys.stderr),
+    )
+    print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+    if out is not None:
+        write_atomic(out, table.to_csv(index=False).encode())
 
 
 def _use_one_thread() -> None:
