@@ -50,7 +50,7 @@ def evaluate(
 ) -> None:
     """Evaluate checkpoints on the test prompts and write metrics.json, prompts.csv and grid.png.
 
-    `last` gets every metric, the grid and the rows of prompts.csv; other checkpoints get rewards only. Equal
+    `last` gets every metric, the grid and the rows of prompts.csv; others get the rewards of SDE samples. Equal
     weights are evaluated once.
 
     Args:
@@ -63,18 +63,19 @@ def evaluate(
         prompts = [Prompt(p.text, p.category, p.spec, p.seen) for p in scenes.load_split("test")]
     prompts = choose(prompts, config.evaluation.prompts)
     samplers = config.evaluation.samplers
+    primary = "sde" if "sde" in samplers else samplers[0]
+    wanted = {label: list(samplers) if label == "last" else [primary] for label in policies}
     loaded = {label: load(path, config) for label, path in policies.items()}
     results: dict[str, dict[str, Scored]] = {}
     live = progress and sys.stderr.isatty()
-    with tqdm(total=len(loaded) * len(samplers), desc=out.name, disable=not live) as bar:
-        for label, policy in loaded.items():
+    with tqdm(total=sum(map(len, wanted.values())), desc=out.name, disable=not live) as bar:
+        for label, policy in sorted(loaded.items(), key=lambda item: item[0] != "last"):
             twin = next((other for other in results if _same_weights(loaded[other], policy)), None)
-            results[label] = (
-                {name: sample(policy, config, prompts, stochastic=name == "sde") for name in samplers}
-                if twin is None
-                else results[twin]
-            )
-            bar.update(len(samplers))
+            results[label] = {
+                name: results[twin][name] if twin else sample(policy, config, prompts, name == "sde")
+                for name in wanted[label]
+            }
+            bar.update(len(wanted[label]))
     metrics: dict[str, dict[str, Any]] = {
         label: {name: summarize(prompts, scored, label == "last") for name, scored in found.items()}
         for label, found in results.items()
@@ -83,7 +84,7 @@ def evaluate(
     metrics["last"]["kl_to_base"] = kl_to_base(loaded["last"], load(base, config), config, states)
     last = results["last"]
     rows = spread(_groups(prompts), config.evaluation.grid_prompts)
-    shown = last["sde" if "sde" in last else samplers[0]].images[rows]
+    shown = last[primary].images[rows]
     write_atomic(out / "grid.png", grid_png([prompts[row].text for row in rows], shown))
     write_atomic(out / "prompts.csv", prompt_rows(prompts, last).to_csv(index=False).encode())
     write_atomic(out / "metrics.json", (json.dumps(metrics, indent=2, allow_nan=False) + "\n").encode())

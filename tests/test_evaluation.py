@@ -162,7 +162,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     # Equal weights under another label give equal numbers; other checkpoints carry rewards only.
     assert metrics["best"]["sde"]["reward"] == metrics["last"]["sde"]["reward"]
     assert "strict" in metrics["last"]["ode"]
-    assert "strict" not in metrics["best"]["ode"]
+    assert list(metrics["best"]) == ["sde"]
+    assert "strict" not in metrics["best"]["sde"]
     rows = pd.read_csv(out / "prompts.csv")
     assert len(rows) == 2 * 6
     for sampler in ("ode", "sde"):
