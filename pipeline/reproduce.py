@@ -43,6 +43,8 @@ def _run_flow(project: Path, workspace: Path, workers: int) -> None:
     from pipeline.flows import reproduce as flow
 
     state = flow(workspace, workers, return_state=True)
+    if state.is_crashed() and "interrupt" in (state.message or ""):
+        raise KeyboardInterrupt
     if not state.is_completed():
         raise MargrpoError(f"{state.message}; after the cause is gone, the same command goes on from here")
 
@@ -53,7 +55,7 @@ def prepare_prefect(project: Path) -> None:
         "PREFECT_HOME": str(project / ".margrpo" / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
         "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",

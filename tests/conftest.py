@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def project_root() -> Path:
 
 
 @pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run a test in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
+    return tmp_path
