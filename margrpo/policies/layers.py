@@ -20,7 +20,7 @@ def timestep_features(t: Tensor, dimension: int, max_period: float = 10_000.0) -
     """
     half = dimension // 2
     exponents = torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(max_period) / half)
-    angles = t.float()[:, None] * exponents.exp()
+    angles = t[:, None] * exponents.exp()
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
