@@ -52,7 +52,7 @@ def load_policy(path: Path) -> Policy:
         raise MargrpoError(f"{path}: policy kind {kind!r}; allowed: {allowed}")
     try:
         policy = _KINDS[kind].from_description(header["description"])
-    except (MargrpoError, ValueError, KeyError, TypeError) as error:
+    except (MargrpoError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise MargrpoError(f"{path}: not usable with this version of margrpo: {reason}") from error
     expected = policy.state_dict()

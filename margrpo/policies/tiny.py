@@ -41,9 +41,9 @@ class PatchTokenizer(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.empty(PIXELS))
-        self.register_buffer("analysis", torch.empty(channels, PIXELS))
-        self.register_buffer("synthesis", torch.empty(PIXELS, channels))
+        self.register_buffer("mean", torch.zeros(PIXELS))
+        self.register_buffer("analysis", torch.zeros(channels, PIXELS))
+        self.register_buffer("synthesis", torch.zeros(PIXELS, channels))
 
     def fit(self, images: Tensor) -> None:
         """Set the components from images [B, 3, 32, 32] in [0, 1] (exact, float64, signs fixed)."""
@@ -98,10 +98,10 @@ class TinyBackbone(nn.Module):
         super().__init__()
         width, heads = architecture.width, architecture.heads
         self.words = nn.Embedding(len(VOCABULARY) + 1, width)
-        self.word_positions = nn.Parameter(torch.empty(MAX_WORDS, width))
+        self.word_positions = nn.Parameter(torch.zeros(MAX_WORDS, width))
         self.token_proj = nn.Linear(architecture.channels, width)
-        self.mask_token = nn.Parameter(torch.empty(width))
-        self.token_positions = nn.Parameter(torch.empty(TOKENS, width))
+        self.mask_token = nn.Parameter(torch.zeros(width))
+        self.token_positions = nn.Parameter(torch.zeros(TOKENS, width))
         self.blocks = nn.ModuleList(AttentionBlock(width, heads) for _ in range(architecture.depth))
         self.norm = nn.LayerNorm(width, eps=1e-6)
 
@@ -133,7 +133,7 @@ class TinyPolicy(Policy):
         super().__init__()
         self.architecture = architecture or Architecture()
         self.channels = self.architecture.channels
-        with torch.device("meta"):  # torch's own initialisation would draw from the global generator
+        with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws from the global generator
             self.tokenizer = PatchTokenizer(self.channels)
             self.transformer = TinyBackbone(self.architecture)
             self.denoiser = AdaLNHead(
@@ -144,7 +144,6 @@ class TinyPolicy(Policy):
                 depth=self.architecture.head_depth,
                 features=TIME_FEATURES,
             )
-        self.to_empty(device="cpu")
         self._initialize(seeds.generator("tiny", seed))
         self.configure(Sampler())
 
