@@ -87,7 +87,7 @@ class Train(Section):
     denoising_steps: int = Field(
         4, ge=1, le=1000, description="denoising steps scored per update, drawn once"
     )
-    learning_rate: float = Field(4.0e-4, gt=0.0, le=1.0, description="AdamW")
+    learning_rate: float = Field(2.0e-4, gt=0.0, le=1.0, description="AdamW")
     weight_decay: float = Field(0.0, ge=0.0, le=1.0, description="AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, le=1.0e6, description="gradient norm clipping")
     micro_batch: int | None = Field(None, ge=1, description="images per backward pass; null = all")
