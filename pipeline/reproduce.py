@@ -63,6 +63,7 @@ def prepare_prefect(project: Path) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
 
 
 def _say_where(project: Path, workspace: Path, seconds: float) -> None:
