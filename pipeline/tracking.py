@@ -52,42 +52,46 @@ class Follower:
         from mlflow.exceptions import MlflowException
 
         healthy = True
-        queue = jobs.pending()
-        for job in queue:
+        before: list[jobs.Job] = []  # the older jobs that are not shipped
+        for job in jobs.pending():
             try:
-                self._ship(job, queue)
+                shipped = self._ship(job, before)
             except MlflowException as error:
-                if error.error_code in _DROPPED_ERRORS:
-                    _log(f"dropped {job.id}: {error}")
-                    jobs.remove(job)
-                else:
-                    healthy = False
-                    _log(f"later {job.id}: {error}")
+                shipped = error.error_code in _DROPPED_ERRORS
+                healthy = healthy and shipped
+                _log(f"{'dropped' if shipped else 'later'} {job.id}: {error}")
             except OSError as error:
-                healthy = False
+                shipped = healthy = False
                 _log(f"later {job.id}: {error}")
+            except (ValueError, KeyError, TypeError) as error:  # files that nobody can read, also not later
+                shipped = True
+                _log(f"dropped {job.id}: {error!r}")
+            if shipped:
+                jobs.remove(job)
+            else:
+                before.append(job)
         return healthy
 
-    def _ship(self, job: jobs.Job, queue: list[jobs.Job]) -> None:
-        before = [other for other in queue if other.id < job.id]
-        ended = job.status is not None
-        if not ended and not processes.is_alive(job.process):
-            if job.kind == "train":
-                self._ship_train(job)
-                self._client(job.uri).set_terminated(self._runs[job.id], "KILLED")
-            jobs.remove(job)
-        elif job.kind == "train":
+    def _ship(self, job: jobs.Job, before: list[jobs.Job]) -> bool:
+        """Ship what there is of a job; return whether that was all."""
+        killed = job.status is None and not processes.is_alive(job.process)
+        if job.kind == "train":
             self._ship_train(job)
-            if ended:
-                self._client(job.uri).set_terminated(self._runs[job.id], job.status)
-                jobs.remove(job)
-        elif job.kind == "evaluate" and ended:
-            if not any(other.kind == "train" and other.cell == job.cell for other in before):
-                self._ship_evaluation(job)
-                jobs.remove(job)
-        elif job.kind == "report" and ended and not any(o.study_hash == job.study_hash for o in before):
+            if job.status is not None or killed:
+                self._client(job.uri).set_terminated(self._runs[job.id], job.status or "KILLED")
+                return True
+            return False
+        if job.status is None:
+            return killed
+        if job.kind == "evaluate":
+            if any(other.kind == "train" and other.cell == job.cell for other in before):
+                return False
+            self._ship_evaluation(job)
+        else:
+            if any(other.study_hash == job.study_hash for other in before):
+                return False
             self._ship_report(job)
-            jobs.remove(job)
+        return True
 
     def _ship_train(self, job: jobs.Job) -> None:
         client = self._client(job.uri)
@@ -237,13 +241,14 @@ def follow(home: Path, idle: float = IDLE_SECONDS, patience: float = PATIENCE_SE
         with processes.try_exclusive(jobs.follower_lock()) as free:
             if not free:
                 return
-            _follow_until_idle(follower, idle, patience)
-        # A stage that announced itself just before the release saw the lock and started no other follower.
-        if not any(processes.is_alive(job.process) for job in jobs.pending()):
+            left = _follow_until_idle(follower, idle, patience)
+        # A stage that announced a job just before the release saw the lock and started no other follower.
+        if {job.id for job in jobs.pending()} <= left:
             return
 
 
-def _follow_until_idle(follower: Follower, idle: float, patience: float) -> None:
+def _follow_until_idle(follower: Follower, idle: float, patience: float) -> set[str]:
+    """Ship jobs; return the ids of those that are left because the server stays away."""
     last_work = last_success = time.monotonic()
     while True:
         healthy = follower.step()
@@ -253,10 +258,10 @@ def _follow_until_idle(follower: Follower, idle: float, patience: float) -> None
         last_work = now if queue else last_work
         running = any(job.status is None and processes.is_alive(job.process) for job in queue)
         if not queue and now - last_work >= idle:
-            return
+            return set()
         if queue and not running and now - last_success >= patience:
             _log(f"gave up for now: {len(queue)} jobs wait for the next start")
-            return
+            return {job.id for job in queue}
         time.sleep(POLL_SECONDS if healthy else 5 * POLL_SECONDS)
 
 

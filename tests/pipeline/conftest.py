@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def _write_yaml(path: Path, content: Any) -> None:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, project_root: Path) -> Iterator[Workspace]:
+def workspace(tmp_path: Path, project_root: Path) -> Workspace:
     """Return a workspace of three runs: mar_grpo-0, mar_grpo-1, grpo-0."""
     folder = tmp_path / "workspace"
     (folder / ".dvc").mkdir(parents=True)
@@ -120,4 +119,4 @@ def workspace(tmp_path: Path, project_root: Path) -> Iterator[Workspace]:
     (folder / "margrpo" / "cli.py").write_text("no stage depends on this")
     made = Workspace(folder)
     made.tell()
-    yield made
+    return made
