@@ -111,6 +111,27 @@ def train(
 
 
 @app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A policy that `train` or `pretrain` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("artifacts/manual/evaluation"),
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Evaluate one policy on the held-out test prompts: metrics.json, prompts.csv and grid.png."""
+    config = load(params, overrides, profile)
+    _use_one_thread()
+    from margrpo import evaluation, rewards
+    from margrpo.base import find_base
+    from margrpo.checkpoints import load_policy
+
+    rewards.check(config.reward.weights)
+    load_policy(checkpoint)
+    evaluation.evaluate(config, {"last": checkpoint}, find_base(config), out, _prompts("test"))
+    print(out)
+
+
+@app.command()
 def sample(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help='For example "a red circle".')],
     out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("samples.png"),
