@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,7 +178,8 @@ def _open_shards(path: Path) -> Weights:
 
 def _open_pickle(path: Path) -> Weights:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        # mapped: of a training checkpoint's two copies only the one in use is read
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError:
         # torch's own message is long and advises to load without protection
         reason = "holds more than tensors, or is no checkpoint at all; nothing in it was executed"
