@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import threading
@@ -16,14 +17,18 @@ from torch import Tensor
 
 from margrpo.errors import MargrpoError
 from margrpo.policies.base import Policy
-from margrpo.policies.tiny import TinyPolicy
 
 SHIPPED = Path(__file__).parent / "data" / "tiny.safetensors"
 """The base policy that comes with the package; `tiny.json` beside it says how it was made."""
 
 _KEY = "margrpo"  # the only key of the header: several would be written in a random order
 _FORMAT = 1
-_KINDS: dict[str, type[TinyPolicy]] = {TinyPolicy.kind: TinyPolicy}
+# Imported on demand: the real policies need diffusers and transformers, which are slow to import.
+_KINDS = {
+    "tiny": "margrpo.policies.tiny.TinyPolicy",
+    "mar": "margrpo.policies.mar.MarPolicy",
+    "harmon": "margrpo.policies.harmon.HarmonPolicy",
+}
 
 
 def save_policy(policy: Policy, path: Path, provenance: Mapping[str, Any]) -> str:
@@ -33,7 +38,7 @@ def save_policy(policy: Policy, path: Path, provenance: Mapping[str, Any]) -> st
 
     Raises MargrpoError if the file cannot be written or the kind of policy has no checkpoint format.
     """
-    if not isinstance(policy, TinyPolicy):
+    if policy.kind not in _KINDS:
         kind = type(policy).__name__
         raise MargrpoError(f"policy {kind} has no checkpoint format; allowed: {', '.join(_KINDS)}")
     header = {"kind": policy.kind, "description": policy.describe(), "provenance": dict(provenance)}
@@ -41,17 +46,21 @@ def save_policy(policy: Policy, path: Path, provenance: Mapping[str, Any]) -> st
 
 
 def load_policy(path: Path) -> Policy:
-    """Return the policy of a file written by `save_policy`.
+    """Return the policy of a file written by `save_policy`, or of a folder with a released checkpoint.
 
     Raises MargrpoError for a missing, damaged or foreign file and for tensors that do not fit its header.
     """
+    if path.is_dir():
+        from margrpo.policies.families import read_released
+
+        return read_released(path)
     tensors, header = _read(path, "policy")
     kind = header.get("kind")
     if kind not in _KINDS:
         allowed = f"{', '.join(_KINDS)} (did a newer version write it?)"
         raise MargrpoError(f"{path}: policy kind {kind!r}; allowed: {allowed}")
     try:
-        policy = _KINDS[kind].from_description(header["description"])
+        policy = _policy_class(kind).from_description(header["description"])
     except (MargrpoError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise MargrpoError(f"{path}: not usable with this version of margrpo: {reason}") from error
@@ -66,7 +75,13 @@ def load_policy(path: Path) -> Policy:
             )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise MargrpoError(f"{path}: {name} holds NaN or infinity; use an earlier checkpoint")
-    policy.load_state_dict(tensors, strict=True)
+    policy.load_state_dict(tensors, strict=True, assign=True)  # a policy may have been described on meta
+    return policy
+
+
+def _policy_class(kind: str) -> type[Policy]:
+    module, name = _KINDS[kind].rsplit(".", 1)
+    policy: type[Policy] = getattr(importlib.import_module(module), name)
     return policy
 
 

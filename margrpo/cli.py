@@ -209,6 +209,19 @@ def diagnose(
         write_atomic(out, table.to_csv(index=False).encode())
 
 
+@app.command()
+def verify(
+    golden: Annotated[Path, typer.Option("--golden", metavar="DIR", help="Folder of reference vectors.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Replay reference vectors of a real model (MAR, Harmon, NOVA); exit 0 only if all are inside tolerance."""
+    from margrpo.golden.runner import verify as replay
+
+    code = replay(golden, as_json)
+    if code:
+        raise typer.Exit(code)
+
+
 def _use_one_thread() -> None:
     import torch
 

@@ -23,6 +23,7 @@ class Sampler(Section):
         "deterministic",
         description="last denoising step: noiseless and unscored, or with noise (released flow code)",
     )
+    temperature: float = Field(1.0, gt=0.0, le=2.0, description="factor on the noise of a DDPM; 1 for a flow")
 
 
 class Architecture(Section):

@@ -131,16 +131,16 @@ class FlowSDE(Transition):
 
     def kernel(self, step: Tensor | int, x: Tensor, output: Tensor) -> Gaussian:
         """See `Transition.kernel`; the output is the velocity."""
-        mean = _at(self._x_factor, step, x) * x + _at(self._v_factor, step, x) * output
-        return Gaussian(mean, _at(self._scale, step, x))
+        mean = at_step(self._x_factor, step, x) * x + at_step(self._v_factor, step, x) * output
+        return Gaussian(mean, at_step(self._scale, step, x))
 
     def ode(self, step: int, x: Tensor, output: Tensor) -> Tensor:
         """See `Transition.ode`: one Euler step."""
-        return x + _at(self._dt, step, x) * output
+        return x + at_step(self._dt, step, x) * output
 
     def diffuse(self, step: Tensor | int, x0: Tensor, noise: Tensor) -> Tensor:
         """See `Transition.diffuse`."""
-        sigma = _at(self._sigma, step, x0)
+        sigma = at_step(self._sigma, step, x0)
         return sigma * noise + (1 - sigma) * x0
 
     def bridge(self, step: Tensor | int, x: Tensor, x0: Tensor, noise: Tensor) -> Gaussian:
@@ -152,7 +152,7 @@ class FlowSDE(Transition):
         return null + scale * (conditional - null)
 
 
-def _at(table: Tensor, step: Tensor | int, like: Tensor) -> Tensor:
+def at_step(table: Tensor, step: Tensor | int, like: Tensor) -> Tensor:
     """Return table[step] on the device of `like`, with a channel dimension."""
     values = table.to(like.device)
     return values[step].unsqueeze(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,10 @@ class Condition:
         """Return the conditions of the images `index` (int64 [N] or a slice)."""
         return Condition({name: value[index] for name, value in self.tensors.items()})
 
+    def to(self, device: torch.device) -> Condition:
+        """Return the condition on a device."""
+        return Condition({name: value.to(device) for name, value in self.tensors.items()})
+
     @staticmethod
     def join(parts: Sequence[Condition]) -> Condition:
         """Concatenate conditions along the image dimension."""
@@ -37,14 +42,25 @@ class Policy(nn.Module):
     """A backbone that writes L continuous tokens of C channels and a diffusion head that denoises each.
 
     Attributes:
+        kind: name of the policy in checkpoint files; empty: it cannot be saved.
         tokens: L, tokens per image.
         channels: C, channels of a token.
         transition: the Gaussian transitions of the head's T denoising steps.
     """
 
+    kind = ""
     tokens: int
     channels: int
     transition: Transition
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> Policy:
+        """Return a policy of the sizes that `describe` gave, whose weights a checkpoint will set."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a checkpoint stores beside the weights (JSON types)."""
+        raise NotImplementedError
 
     def encode(self, prompts: Sequence[str | None]) -> Condition:
         """Return the condition of prompts; `None` is the null prompt of classifier-free guidance."""

@@ -39,7 +39,8 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """Return the embedding [N, width] of t [N]."""
-        return self.mlp(timestep_features(t, self.features))
+        features = timestep_features(t, self.features)
+        return self.mlp(features.to(next(self.mlp.parameters()).dtype))
 
 
 class AdaLNBlock(nn.Module):
@@ -114,16 +115,17 @@ class AdaLNHead(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Pre-norm transformer block: x + Proj(Attention(LN x)), then x + MLP(LN x); exact GELU, MLP ratio 4."""
+    """Pre-norm transformer block: x + Proj(Attention(LN x)), then x + MLP(LN x); exact GELU."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        hidden = int(width * mlp_ratio)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, start: int = 0) -> Tensor:
         """Return the next states of the positions from `start` on, [B, S - start, width].

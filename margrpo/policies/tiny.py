@@ -178,7 +178,10 @@ class TinyPolicy(Policy):
         return self.denoiser(x, t * TIME_SCALE, z)
 
     def configure(self, sampler: Sampler) -> None:
-        """Set the flow SDE with equal steps of sigma from 1 to 0."""
+        """Set the flow SDE with equal steps of sigma from 1 to 0; ConfigError for switches of a DDPM."""
+        if sampler.temperature != 1.0:
+            allowed = "allowed: 1.0 (the noise of a flow is sampler.eta)"
+            raise ConfigError.of("sampler.temperature", sampler.temperature, allowed)
         sigmas = torch.linspace(1.0, 0.0, sampler.denoising_steps + 1, dtype=torch.float64)
         self.transition = FlowSDE(sigmas, sampler.eta, sampler.final_step)
 

@@ -1,0 +1,1 @@
+"""Replay of golden folders: does this installation reproduce the reference numbers?"""
