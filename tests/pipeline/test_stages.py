@@ -1,0 +1,206 @@
+"""The stages as DVC calls them, without DVC."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from margrpo.benchmarks.scenes import load_split
+from margrpo.checkpoints import SHIPPED, sha256
+from margrpo.params import load_config, load_params
+from margrpo.prompts import read_prompts
+from pipeline import jobs, paths, stages
+
+SMALL = [
+    "train.updates=3",
+    "train.milestone=2",
+    "train.checkpoint_every=1",
+    "train.validation_images=8",
+    "train.prompts_per_update=2",
+    "evaluation.prompts=4",
+    "evaluation.images_per_prompt=2",
+    "evaluation.kl_prompts=2",
+    "evaluation.grid_prompts=2",
+]
+
+
+@pytest.fixture
+def project(in_folder: Path, project_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with small params and the outputs of the first two stages."""
+    monkeypatch.setattr(jobs, "ensure_follower", lambda: None)
+    write_params(project_root, SMALL)
+    assert stages.main(["prompts"]) == 0
+    assert stages.main(["checkpoint"]) == 0
+    return in_folder
+
+
+def write_params(project_root: Path, overrides: list[str]) -> None:
+    with open("params.yaml", "w") as file:
+        YAML().dump(load_params(project_root / "params.yaml", overrides, "smoke"), file)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert stages.main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("margrpo: error: ")
+    return error
+
+
+def test_one_thread_per_stage() -> None:
+    program = "import pipeline.stages, os; print(os.environ['OMP_NUM_THREADS'])"
+    environment = {**os.environ, "OMP_NUM_THREADS": "8"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+
+
+def test_stages_load_neither_prefect_nor_mlflow(project_root: Path) -> None:
+    program = (
+        "import sys, pipeline.stages, pipeline.report, margrpo.trainer, margrpo.evaluation, margrpo.base\n"
+        "print({'prefect', 'mlflow', 'dvc'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=project_root, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_prompts(project: Path) -> None:
+    manifest = json.loads((paths.PROMPTS / "manifest.json").read_text())
+    for split in ("train", "validation", "test"):
+        prompts = read_prompts(paths.PROMPTS / f"{split}.jsonl")
+        assert [(p.text, p.spec, p.seen) for p in prompts] == [
+            (p.text, p.spec, p.seen) for p in load_split(split)
+        ]
+    assert "version" in manifest
+    assert (project / "artifacts/prompts/manifest.json").is_file()
+
+
+def test_shipped_checkpoint_is_copied(project: Path) -> None:
+    assert paths.BASE.read_bytes() == SHIPPED.read_bytes()
+    facts = json.loads(paths.BASE.with_suffix(".json").read_text())
+    assert facts["sha256"] == hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
+    assert facts["source"] == "shipped"
+
+
+def test_checkpoint_of_a_path_needs_its_hash(
+    project: Path, project_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copyfile(SHIPPED, "own.safetensors")
+    given = ["checkpoint.source=path", "checkpoint.path=own.safetensors"]
+    write_params(project_root, given)
+    assert error_of(capsys, "checkpoint").endswith(f"the file's hash, {sha256(SHIPPED)}")
+    write_params(project_root, [*given, f"checkpoint.sha256={'0' * 64}"])
+    assert "checkpoint.sha256: 000" in error_of(capsys, "checkpoint")
+    write_params(project_root, [*given, f"checkpoint.sha256={sha256(SHIPPED)}"])
+    paths.BASE.unlink()
+    assert stages.main(["checkpoint"]) == 0
+    assert paths.BASE.read_bytes() == SHIPPED.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "prompts | checkpoint | train"),
+        (["deploy"], "stage: deploy"),
+        (["train", "grpo-9"], "run: grpo-9; allowed: grpo-0"),
+        (["evaluate", "grpo-0"], "no such file"),
+        (["report"], "grpo-0"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], text: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in error_of(capsys, *arguments)
+    assert [job.status for job in jobs.pending()] in ([], ["FAILED"])
+
+
+def test_train_evaluate_report(project: Path) -> None:
+    runs = ["grpo-0", "frozen_head_committed-0", "mar_grpo_bridged-0"]
+    for run in runs:
+        assert stages.main(["train", run]) == 0
+        assert stages.main(["evaluate", run]) == 0
+    assert stages.main(["evaluate", "base"]) == 0
+    assert stages.main(["report"]) == 0
+
+    assert (project / "reports/report.html").is_file()
+    assert {path.name for path in (project / "artifacts/runs/grpo-0").iterdir()} == {
+        f"{name}.safetensors" for name in ("last", "best", "milestone")
+    }
+    assert not list((project / ".margrpo/resume").glob("*"))
+    queue = jobs.pending()
+    assert [(job.kind, job.run, job.status) for job in queue] == [
+        *((kind, run, "FINISHED") for run in runs for kind in ("train", "evaluate")),
+        ("evaluate", "base", "FINISHED"),
+        ("report", "", "FINISHED"),
+    ]
+    train, evaluate = queue[0], queue[1]
+    assert train.cell == evaluate.cell != queue[2].cell
+    assert len({job.study_hash for job in queue}) == 1
+    assert train.params["objective.trainable"] == "all"
+    assert train.params["train.updates"] == "3"
+    assert train.tags["base_sha256"] == sha256(SHIPPED)
+    assert train.file("metrics.csv").read_bytes() == (paths.LOGS / "grpo-0/metrics.csv").read_bytes()
+    keys = {frozenset(job.params) for job in queue if job.kind == "train"}
+    assert len(keys) == 1  # all variants have the same keys
+
+
+def test_cell_key_is_what_the_result_depends_on(
+    project: Path, project_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("params.yaml")
+    key = stages.cell_key(config, "grpo", 0)
+
+    def changed(*overrides: str) -> str:
+        return stages.cell_key(load_config("params.yaml", overrides), "grpo", 0)
+
+    assert changed() == key
+    assert changed("evaluation.images_per_prompt=4", "variants.mte.trajectories=5", "report.level=0.9") == key
+    others = [
+        stages.cell_key(config, "grpo", 1),
+        stages.cell_key(config, "frozen_head", 0),
+        changed("train.updates=4"),
+        changed("sampler.eta=0.6"),
+        changed("objective.beta=0.02"),
+        changed("reward.weights.scenes=2.0"),
+    ]
+    assert len({key, *others}) == len(others) + 1
+
+    copied = project / "library"
+    shutil.copytree(
+        project_root / "margrpo", copied, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__")
+    )
+    monkeypatch.setattr(stages, "_PACKAGE", copied)
+    assert changed() == key
+    (copied / "objective.py").write_text("changed")
+    assert changed() != key
+
+
+def test_second_trainer_of_a_run_waits_for_the_first(project: Path, project_root: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(project_root), "MARGRPO_HOME": str(project)}
+    command = [sys.executable, "-c", _STAGE_WITHOUT_FOLLOWER, "train", "frozen_head_committed-0"]
+    options: dict[str, Any] = {
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    both = [subprocess.Popen(command, **options) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    waited = ["another training of it is running; waiting" in output for output in outputs]
+    assert sorted(waited) == [False, True]
+
+
+_STAGE_WITHOUT_FOLLOWER = """
+import sys
+from pipeline import jobs, stages
+jobs.ensure_follower = lambda: None
+sys.exit(stages.main(sys.argv[1:]))
+"""
