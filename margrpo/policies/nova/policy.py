@@ -114,7 +114,8 @@ class NovaPolicy(Policy):
 
     def prefill(self, condition: Condition) -> Condition:
         """Add the condition tokens "c" [B, Lv, D], which do not depend on the image."""
-        return Condition({**condition.tensors, "c": self.transformer.condition(condition["text"])})
+        text = condition["text"].to(self._dtype)
+        return Condition({**condition.tensors, "c": self.transformer.condition(text)})
 
     def backbone(self, tokens: Tensor, known: Tensor, condition: Condition) -> Tensor:
         """Return z [B, L, D]; see `Policy.backbone`. The condition went through `prefill`."""

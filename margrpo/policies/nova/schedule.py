@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from margrpo.config import Sampler
 from margrpo.ddpm import DDPM, Variance
 from margrpo.diffusion import FlowSDE, Transition
 from margrpo.errors import ConfigError
+from margrpo.policies.nova.libraries import quiet
 
 _WHERE = "scheduler/scheduler_config.json"
 _VARIANCES: dict[str, Variance] = {
@@ -85,12 +85,8 @@ def _scheduler(config: Mapping[str, Any]) -> Any:
     import diffusers  # seconds to import, and needed by real checkpoints alone
 
     kind = getattr(diffusers, config["_class_name"])
-    logger = logging.getLogger("diffusers.configuration_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # unknown keys of newer versions are announced in many lines
     try:
-        return kind.from_config(dict(config))
+        with quiet():
+            return kind.from_config(dict(config))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError.of(_WHERE, " ".join(str(error).split()), "allowed: what diffusers reads") from error
-    finally:
-        logger.setLevel(level)

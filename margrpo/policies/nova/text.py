@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from margrpo.errors import MargrpoError
+from margrpo.policies.nova.libraries import quiet
 from margrpo.policies.released import read_json
 
 _BATCH = 16
@@ -75,18 +76,20 @@ class TextEncoder:
             raise MargrpoError(f"{encoder}/config.json: hidden_size {width}; {allowed}")
         try:
             self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
-            model, report = PhiModel.from_pretrained(
-                encoder,
-                config=PhiConfig.from_pretrained(encoder, local_files_only=True),
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                dtype="auto" if device.type != "cpu" else torch.float32,  # half precision crawls on CPUs
-            )
+            with quiet():
+                loaded: Any = PhiModel.from_pretrained(
+                    encoder,
+                    config=PhiConfig.from_pretrained(encoder, local_files_only=True),
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    dtype="auto" if device.type != "cpu" else torch.float32,  # half precision crawls on CPUs
+                )
         except Exception as error:  # what these libraries raise for damaged files is not one type
             raise MargrpoError(
                 f"{encoder}: not loadable ({_one_line(error)}); fetch the folder again"
             ) from error
+        model, report = loaded
         unexpected = [key for key in report["unexpected_keys"] if not key.startswith("lm_head.")]
         for label, names in (("missing", report["missing_keys"]), ("unexpected", unexpected)):
             if names:

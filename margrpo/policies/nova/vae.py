@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from margrpo.errors import MargrpoError
+from margrpo.policies.nova.libraries import quiet
 from margrpo.policies.released import open_weights, read_json
 
 
@@ -47,13 +48,19 @@ class LatentDecoder:
             raise MargrpoError(f"{self.folder}/config.json: _class_name {given}; allowed: AutoencoderKL")
         open_weights(self.folder / "diffusion_pytorch_model.safetensors")
         try:
-            vae, report = AutoencoderKL.from_pretrained(
-                self.folder, local_files_only=True, use_safetensors=True, output_loading_info=True
-            )
+            with quiet():
+                loaded: Any = AutoencoderKL.from_pretrained(
+                    self.folder,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    torch_dtype=torch.float32,  # in half precision the decoder of SDXL overflows
+                )
         except Exception as error:  # what the library raises for damaged files is not one type
             raise MargrpoError(
                 f"{self.folder}: not loadable ({' '.join(str(error).split())[:200]}); fetch the folder again"
             ) from error
+        vae, report = loaded
         for label in ("missing", "unexpected", "mismatched"):
             names = sorted(map(str, report.get(f"{label}_keys", [])))
             if names:
@@ -68,4 +75,4 @@ class LatentDecoder:
                 f"{self.folder}/config.json: {given}; allowed: {self.channels} at {self.stride}, "
                 "as transformer/config.json says"
             )
-        self._vae = vae.eval().requires_grad_(False).to(torch.float32)
+        self._vae = vae.eval().requires_grad_(False)
