@@ -276,6 +276,13 @@ class Updater:
                 self.config.train.ar_steps,
                 f"allowed: 1..{available} (steps that commit tokens)",
             )
+        scored = len(self.policy.transition.scored)
+        if self.config.train.denoising_steps > scored:
+            raise ConfigError.of(
+                "train.denoising_steps",
+                self.config.train.denoising_steps,
+                f"allowed: 1..{scored} (steps of this policy that have a log-prob)",
+            )
         fraction = self.objective.uncertain_fraction
         if round(fraction * self.policy.tokens) == 0:
             raise ConfigError.of(
