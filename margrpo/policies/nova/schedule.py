@@ -68,7 +68,8 @@ def ddpm_tables(config: Mapping[str, Any], steps: int) -> tuple[Tensor, list[int
 def transition(config: Mapping[str, Any], sampler: Sampler) -> Transition:
     """Return the transitions of a sampler's denoising steps under a checkpoint's scheduler.
 
-    A DDPM has no eta and always ends with a deterministic step.
+    A DDPM has no eta and always ends with a deterministic step; diffusers would add noise there if the variance
+    is `fixed_large` and the last timestep is not 0.
 
     Raises:
         ConfigError: see `check_scheduler`.
