@@ -19,6 +19,7 @@ from margrpo.golden.nova_released import released_latents
 from margrpo.objective import Totals, step_terms
 from margrpo.params import load_config
 from margrpo.policies.nova import NovaPolicy
+from margrpo.prefills import Prefills
 from margrpo.prompts import Prompt
 from margrpo.rewards import base as rewards
 from margrpo.rollout import Recording, Rollout, generate
@@ -281,6 +282,32 @@ def test_updates_repeat_exactly_and_micro_batches_give_the_same_gradient(bases: 
     assert rows[0] == rows[1]
     for key in ("loss", "grad_norm", "reward"):
         assert rows[2][key] == pytest.approx(rows[0][key], rel=1e-4, abs=1e-7)
+
+
+def test_the_condition_is_computed_once_per_micro_batch_with_the_same_gradient(
+    bases: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [Prompt(text, "none", {}, True) for text in TEXTS]
+    updater = Updater(settings("train.micro_batch=3"), "frozen_head", 0, bases[False], prompts, prompts)
+    assert isinstance(updater.policy, NovaPolicy)
+    for parameter in updater.reference.parameters():
+        parameter.mul_(0.98)  # a KL with a gradient
+    _, pieces = updater.collect(1)
+    calls: list[int] = []
+    for policy in (updater.policy, updater.reference):
+        prefill = policy.prefill
+        monkeypatch.setattr(policy, "prefill", lambda c, prefill=prefill: calls.append(len(c)) or prefill(c))
+    updater.accumulate(pieces)
+    assert calls == [3] * 4  # two micro-batches, policy and reference; each has 3 AR steps
+    shared = {name: p.grad.clone() for name, p in updater.policy.named_parameters() if p.grad is not None}
+    monkeypatch.setattr(Prefills, "get", lambda self, policy, condition: policy.prefill(condition))
+    updater.accumulate(pieces)
+    assert len(calls) == 4 + 12
+    for name, parameter in updater.policy.named_parameters():
+        if parameter.grad is not None:
+            scale = float(parameter.grad.abs().max())
+            assert largest(shared[name] - parameter.grad) <= 1e-5 * scale + 1e-9
+    assert float(shared["transformer.text_embed.proj.weight"].abs().max()) > 0
 
 
 def test_head_rows_are_those_of_tokens_in_the_loss(
