@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from margrpo.errors import MargrpoError
-from margrpo.golden.checks import Check
+from margrpo.golden.vectors import Check
 from margrpo.policies.released import read_json
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from margrpo.diffusion import FlowSDE
-from margrpo.golden.checks import Check
 from margrpo.golden.manifest import Golden
 from margrpo.golden.nova_released import check_released
 from margrpo.golden.nova_rollouts import check_rollouts, prompt_states, use_flow
+from margrpo.golden.vectors import Check
 from margrpo.policies.nova import NovaPolicy
 from margrpo.policies.nova.policy import commit_counts
 from margrpo.policies.nova.positions import coordinates, patchify, rotate, rotation, space_embedding

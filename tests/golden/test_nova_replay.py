@@ -12,6 +12,7 @@ from margrpo.errors import MargrpoError
 from margrpo.golden.manifest import Golden
 from margrpo.golden.nova import replay
 from margrpo.golden.runner import verify
+from margrpo.golden.vectors import passed
 
 GOLDEN = Path(__file__).parent / "nova"
 
@@ -19,7 +20,7 @@ GOLDEN = Path(__file__).parent / "nova"
 @pytest.mark.parametrize("name", ["abs", "rope"])
 def test_reference_numbers_are_reproduced(name: str) -> None:
     checks = replay(GOLDEN / name)
-    assert [check for check in checks if not check.passed] == []
+    assert [check for check in checks if not passed(check)] == []
     outputs = {
         key
         for key, entry in json.loads((GOLDEN / name / "manifest.json").read_text())["tensors"].items()
@@ -51,7 +52,7 @@ def edit(folder: Path, key: str, part: str = "golden.safetensors") -> None:
 def test_a_changed_reference_is_noticed(key: str, tmp_path: Path) -> None:
     folder = copy("abs", tmp_path / "golden")
     edit(folder, key)
-    failed = {check.name for check in replay(folder) if not check.passed}
+    failed = {check.name for check in replay(folder) if not passed(check)}
     assert failed == {key}
 
 
@@ -87,11 +88,11 @@ def test_tolerances_are_what_numpy_allclose_means() -> None:
     reference = torch.tensor([0.0, 1.0, -100.0])
     for shift, inside in ((1.9e-5, True), (2.1e-5, False)):
         golden.compare("zero", reference + torch.tensor([shift, 0.0, 0.0]), reference, 2e-5, 1e-4)
-        assert golden.checks[-1].passed is inside
+        assert passed(golden.checks[-1]) is inside
     for shift, inside in ((1.001e-2, True), (1.01e-2, False)):
         golden.compare("large", reference + torch.tensor([0.0, 0.0, shift]), reference, 2e-5, 1e-4)
-        assert golden.checks[-1].passed is inside
+        assert passed(golden.checks[-1]) is inside
     golden.compare("nan", reference * float("nan"), reference, 2e-5, 1e-4)
-    assert not golden.checks[-1].passed
+    assert not passed(golden.checks[-1])
     golden.compare("shape", reference[:2], reference, 2e-5, 1e-4)
-    assert not golden.checks[-1].passed
+    assert not passed(golden.checks[-1])

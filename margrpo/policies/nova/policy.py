@@ -20,18 +20,20 @@ from margrpo.policies.nova.positions import unpatchify
 from margrpo.policies.nova.text import TextEncoder
 from margrpo.policies.nova.transformer import NovaTransformer
 from margrpo.policies.nova.vae import LatentDecoder
-from margrpo.policies.released import load_strictly, open_weights, read_json
+from margrpo.policies.released import Cause, load_strictly, open_weights, read_json
 
 _TRANSFORMER = "transformer"
 _STEM = "diffusion_pytorch_model"
+_SIZES = "image_dim or image_stride"
 _CAUSES = (
-    ("video_pos_embed", "rotary_pos_embed"),
-    ("video_encoder", "arch[0], image_dim or image_stride"),
-    ("image_encoder", "arch[1], image_dim or image_stride"),
-    ("image_decoder", "arch[2]"),
-    ("text_embed", "text_token_dim"),
-    ("mask_embed", "arch"),
-    ("motion_embed", "video_base_size (video checkpoints are not supported)"),
+    Cause("video_pos_embed", "rotary_pos_embed", "arch"),
+    Cause("motion_embed", "video_base_size (video checkpoints are not supported)", "arch"),
+    Cause("image_decoder", "arch[2]", "arch[2] or image_dim"),
+    Cause("patch_embed", "arch", f"arch, {_SIZES}"),
+    Cause("video_encoder", "arch[0]", "arch[0]"),
+    Cause("image_encoder", "arch[1]", "arch[1]"),
+    Cause("text_embed", "arch", "text_token_dim or arch"),
+    Cause("mask_embed", "arch", "arch"),
 )
 
 
