@@ -12,7 +12,7 @@ from margrpo.golden.manifest import Golden
 from margrpo.golden.nova_released import check_released
 from margrpo.golden.nova_rollouts import check_rollouts, prompt_states, use_flow
 from margrpo.golden.vectors import Check
-from margrpo.policies.nova import NovaPolicy
+from margrpo.policies.nova import NovaPolicy, read_nova
 from margrpo.policies.nova.policy import commit_counts
 from margrpo.policies.nova.positions import coordinates, patchify, rotate, rotation, space_embedding
 from margrpo.policies.nova.sampling import guide
@@ -26,7 +26,7 @@ def replay(folder: Path) -> list[Check]:
         MargrpoError: the checkpoint or the golden files are missing, damaged or inconsistent.
     """
     golden = Golden(folder)
-    policy = NovaPolicy.from_folder(folder).eval()
+    policy = read_nova(folder).eval()
     policy.transformer.video_encoder.patch_embed.requires_grad_(True)  # the reference lists its zero gradient
     check_schedules(golden, policy)
     check_modules(golden, policy)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from margrpo.config import Sampler
 from margrpo.golden.companions import complete_folder
-from margrpo.policies.nova import NovaPolicy
+from margrpo.policies.nova import NovaPolicy, read_nova
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "nova"
 DDPM = {
@@ -40,7 +40,7 @@ def folder(name: str = "abs", ddpm: bool = False) -> Path:
 
 def load(name: str = "abs", ddpm: bool = False, **sampler: Any) -> NovaPolicy:
     """Return a policy ready to sample."""
-    policy = NovaPolicy.from_folder(folder(name, ddpm)).eval()
+    policy = read_nova(folder(name, ddpm)).eval()
     policy.configure(Sampler(**{"denoising_steps": 5, **sampler}))
     return policy
 

@@ -255,7 +255,7 @@ def test_images_are_those_of_diffusers() -> None:
     from diffusers import AutoencoderKL
 
     policy = load()
-    vae = AutoencoderKL.from_pretrained(policy.decoder.folder).eval()
+    vae = AutoencoderKL.from_pretrained(policy.decoder.folder / "vae").eval()
     tokens = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0))
     images = policy.decode(tokens)
     assert images.shape == (2, 3, 64, 96)

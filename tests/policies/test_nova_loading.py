@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from margrpo.config import Sampler
 from margrpo.errors import MargrpoError
-from margrpo.policies.nova import NovaPolicy
+from margrpo.policies.nova import read_nova
 from margrpo.policies.nova.config import NovaConfig
 from margrpo.policies.nova.schedule import check_scheduler, transition
 from margrpo.policies.nova.transformer import NovaTransformer
@@ -48,8 +48,8 @@ def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None
 
 def test_half_precision_weights_are_widened(copy: Path) -> None:
     rewrite(copy / WEIGHTS, lambda t: t.update({k: v.to(torch.bfloat16) for k, v in t.items()}))
-    original = NovaPolicy.from_folder(folder()).state_dict()
-    for name, value in NovaPolicy.from_folder(copy).state_dict().items():
+    original = read_nova(folder()).state_dict()
+    for name, value in read_nova(copy).state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, original[name].to(torch.bfloat16).float())
 
@@ -65,24 +65,24 @@ def test_shards_equal_the_single_file(copy: Path) -> None:
         )
     index = copy / f"{WEIGHTS}.index.json"
     index.write_text(json.dumps({"weight_map": placed}))
-    for name, value in NovaPolicy.from_folder(copy).transformer.state_dict().items():
+    for name, value in read_nova(copy).transformer.state_dict().items():
         assert torch.equal(value, tensors[name])
     (copy / "transformer" / "part-1.safetensors").unlink()
-    assert "part-1.safetensors" in refusal(lambda: NovaPolicy.from_folder(copy))
+    assert "part-1.safetensors" in refusal(lambda: read_nova(copy))
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../../secret.safetensors")}))
-    assert "secret" in refusal(lambda: NovaPolicy.from_folder(copy))
+    assert "secret" in refusal(lambda: read_nova(copy))
 
 
 def test_missing_and_unexpected_tensors_name_the_probable_cause(copy: Path) -> None:
     rewrite(copy / WEIGHTS, lambda t: [t.pop(k) for k in list(t) if k.startswith("video_pos_embed")])
-    message = refusal(lambda: NovaPolicy.from_folder(copy))
+    message = refusal(lambda: read_nova(copy))
     assert "video_pos_embed" in message
     assert "rotary_pos_embed" in message
 
 
 def test_extra_layers_are_refused(copy: Path) -> None:
     change(copy / CONFIG, arch=["vit_d2w48", "vit_d2w48", "mlp_d2w40"])
-    message = refusal(lambda: NovaPolicy.from_folder(copy))
+    message = refusal(lambda: read_nova(copy))
     assert "image_encoder.blocks.2" in message
     assert "arch[1]" in message
 
@@ -92,7 +92,7 @@ def test_wrong_shapes_are_refused_before_anything_is_allocated(
 ) -> None:
     change(copy / CONFIG, arch=["vit_d2w48", "vit_d3w48", "mlp_d2w100000"])
     monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("loaded"))
-    message = refusal(lambda: NovaPolicy.from_folder(copy))
+    message = refusal(lambda: read_nova(copy))
     assert "100000" in message
     assert "arch[2]" in message
 
@@ -119,29 +119,29 @@ def test_a_wrong_config_is_one_line_that_names_the_key(
     copy: Path, values: dict[str, Any], named: str
 ) -> None:
     change(copy / CONFIG, **values)
-    assert named in refusal(lambda: NovaPolicy.from_folder(copy))
+    assert named in refusal(lambda: read_nova(copy))
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, "scheduler/scheduler_config.json"])
 def test_missing_and_damaged_files(name: str, copy: Path) -> None:
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(data[: len(data) // 2])
-    assert Path(name).name in refusal(lambda: NovaPolicy.from_folder(copy))
+    assert Path(name).name in refusal(lambda: read_nova(copy))
     (copy / name).unlink()
-    assert Path(name).name in refusal(lambda: NovaPolicy.from_folder(copy))
+    assert Path(name).name in refusal(lambda: read_nova(copy))
 
 
 def test_nan_weights_are_refused(copy: Path) -> None:
     rewrite(copy / WEIGHTS, lambda t: t["mask_embed.bos_token"].fill_(torch.nan))
-    assert "mask_embed.bos_token holds NaN" in refusal(lambda: NovaPolicy.from_folder(copy))
+    assert "mask_embed.bos_token holds NaN" in refusal(lambda: read_nova(copy))
 
 
 def test_text_encoder_and_decoder_problems_are_one_line(copy: Path) -> None:
     def encode() -> Any:
-        return NovaPolicy.from_folder(copy).encode(["a"])
+        return read_nova(copy).encode(["a"])
 
     def decode() -> Any:
-        return NovaPolicy.from_folder(copy).decode(torch.zeros(1, 24, 16))
+        return read_nova(copy).decode(torch.zeros(1, 24, 16))
 
     encoder = copy / "text_encoder"
     rewrite(encoder / "model.safetensors", lambda t: t.pop("model.layers.0.mlp.fc1.weight"))
@@ -159,6 +159,10 @@ def test_text_encoder_and_decoder_problems_are_one_line(copy: Path) -> None:
     assert "diffusion_pytorch_model.safetensors" in refusal(decode)
     change(vae / "config.json", _class_name="AutoencoderKLOpenSora")
     assert "AutoencoderKLOpenSora; allowed: AutoencoderKL" in refusal(decode)
+    for name in ("text_encoder", "vae"):
+        shutil.rmtree(copy / name)
+    assert "text_encoder: missing; a NOVA policy encodes prompts" in refusal(encode)
+    assert "vae: missing; a NOVA policy encodes prompts" in refusal(decode)
 
 
 def test_a_decoder_of_another_stride_is_refused(copy: Path) -> None:
@@ -166,7 +170,7 @@ def test_a_decoder_of_another_stride_is_refused(copy: Path) -> None:
 
     shutil.rmtree(copy / "vae")
     write_vae(copy / "vae", 4, 4, 0)
-    message = refusal(lambda: NovaPolicy.from_folder(copy).decode(torch.zeros(1, 24, 16)))
+    message = refusal(lambda: read_nova(copy).decode(torch.zeros(1, 24, 16)))
     assert "4 channels at stride 4; allowed: 4 at 8" in message
 
 
@@ -264,7 +268,7 @@ def test_released_sizes(width: int, heads: int) -> None:
 def test_state_dict_is_the_one_of_the_checkpoint() -> None:
     for name in ("abs", "rope"):
         stored = load_file(GOLDEN / name / WEIGHTS)
-        shapes = NovaPolicy.from_folder(GOLDEN / name).transformer.state_dict()
+        shapes = read_nova(GOLDEN / name).transformer.state_dict()
         assert {key: value.shape for key, value in stored.items()} == {
             key: value.shape for key, value in shapes.items()
         }

@@ -18,7 +18,7 @@ from margrpo.errors import ConfigError
 from margrpo.golden.nova_released import released_latents
 from margrpo.objective import Totals, step_terms
 from margrpo.params import load_config
-from margrpo.policies.nova import NovaPolicy
+from margrpo.policies.nova import NovaPolicy, read_nova
 from margrpo.prefills import Prefills
 from margrpo.prompts import Prompt
 from margrpo.rewards import base as rewards
@@ -233,7 +233,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     made = {}
     for ddpm in (False, True):
         made[ddpm] = tmp_path_factory.mktemp("base") / "nova.safetensors"
-        save_policy(NovaPolicy.from_folder(folder("abs", ddpm)), made[ddpm], {"source": "golden"})
+        save_policy(read_nova(folder("abs", ddpm)), made[ddpm], {"source": "golden"})
     return made
 
 
@@ -331,7 +331,7 @@ def test_head_rows_are_those_of_tokens_in_the_loss(
 def test_a_trained_policy_is_saved_and_comes_back(bases: dict[bool, Path], tmp_path: Path) -> None:
     policy = load_policy(bases[False])
     assert isinstance(policy, NovaPolicy)
-    original = NovaPolicy.from_folder(folder())
+    original = read_nova(folder())
     for name, value in original.state_dict().items():
         assert torch.equal(policy.state_dict()[name], value)
     first = generate(original.eval(), TEXTS[:2], [1, 2], 4)

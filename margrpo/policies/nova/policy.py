@@ -53,7 +53,7 @@ class NovaPolicy(Policy):
         config: the mapping in `transformer/config.json`. scheduler: that in `scheduler_config.json`.
         folder: the checkpoint folder with text encoder, tokenizer and VAE.
 
-    Weights are on the meta device until `from_folder` or a checkpoint fills them.
+    Weights are on the meta device until `read_nova` or a checkpoint fills them.
     """
 
     kind = "nova"
@@ -72,22 +72,6 @@ class NovaPolicy(Policy):
         self.channels = self.config.channels
         self.text = TextEncoder(folder, self.config.text_len, self.config.text_dim)
         self.decoder = LatentDecoder(folder, self.config.latent[0], int(config["image_stride"]))
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> NovaPolicy:
-        """Return the policy of a checkpoint folder in the layout of `BAAI/nova-*`, weights as float32.
-
-        Raises:
-            MargrpoError: one line, before anything is allocated, if files, names or shapes do not fit.
-        """
-        config = read_json(folder / _TRANSFORMER / "config.json")
-        policy = cls(config, read_json(folder / "scheduler" / "scheduler_config.json"), folder)
-        single = folder / _TRANSFORMER / f"{_STEM}.safetensors"
-        index = single.with_name(f"{single.name}.index.json")
-        weights = open_weights(index if index.is_file() and not single.is_file() else single)
-        load_strictly(policy.transformer, weights, _CAUSES)
-        policy.configure(Sampler())
-        return policy
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> NovaPolicy:
@@ -158,3 +142,20 @@ class NovaPolicy(Policy):
     @property
     def _dtype(self) -> torch.dtype:
         return self.transformer.mask_embed.mask_token.dtype
+
+
+def read_nova(folder: Path) -> NovaPolicy:
+    """Return the policy of a checkpoint folder in the layout of `BAAI/nova-*`, weights as float32.
+
+    Raises:
+        MargrpoError: one line, before anything is allocated, if files, names or shapes do not fit.
+    """
+    folder = folder.resolve()  # what is saved later finds text encoder and VAE from anywhere
+    config = read_json(folder / _TRANSFORMER / "config.json")
+    policy = NovaPolicy(config, read_json(folder / "scheduler" / "scheduler_config.json"), folder)
+    single = folder / _TRANSFORMER / f"{_STEM}.safetensors"
+    index = single.with_name(f"{single.name}.index.json")
+    weights = open_weights(index if index.is_file() and not single.is_file() else single)
+    load_strictly(policy.transformer, weights, _CAUSES)
+    policy.configure(Sampler())
+    return policy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from margrpo.errors import MargrpoError
-from margrpo.policies.nova.libraries import quiet
+from margrpo.policies.nova.libraries import part_of, quiet
 from margrpo.policies.released import read_json
 
 _BATCH = 16
@@ -68,7 +68,8 @@ class TextEncoder:
     def _load(self, device: torch.device) -> None:
         from transformers import PhiConfig, PhiModel, PreTrainedTokenizerFast  # seconds to import
 
-        encoder, tokenizer = self.folder / "text_encoder", self.folder / "tokenizer" / "tokenizer.json"
+        encoder = part_of(self.folder, "text_encoder")
+        tokenizer = part_of(self.folder, "tokenizer") / "tokenizer.json"
         read_json(tokenizer)
         width = read_json(encoder / "config.json").get("hidden_size")
         if width != self.width:

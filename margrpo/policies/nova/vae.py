@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from margrpo.errors import MargrpoError
-from margrpo.policies.nova.libraries import quiet
+from margrpo.policies.nova.libraries import part_of, quiet
 from margrpo.policies.released import open_weights, read_json
 
 
@@ -21,7 +21,7 @@ class LatentDecoder:
     """
 
     def __init__(self, folder: Path, channels: int, stride: int) -> None:
-        self.folder, self.channels, self.stride = folder / "vae", channels, stride
+        self.folder, self.channels, self.stride = folder, channels, stride
         self._vae: Any = None
 
     @torch.no_grad()
@@ -42,15 +42,16 @@ class LatentDecoder:
     def _load(self) -> None:
         from diffusers import AutoencoderKL  # seconds to import
 
-        config = read_json(self.folder / "config.json")
+        folder = part_of(self.folder, "vae")
+        config = read_json(folder / "config.json")
         if config.get("_class_name") != "AutoencoderKL":
             given = config.get("_class_name")
-            raise MargrpoError(f"{self.folder}/config.json: _class_name {given}; allowed: AutoencoderKL")
-        open_weights(self.folder / "diffusion_pytorch_model.safetensors")
+            raise MargrpoError(f"{folder}/config.json: _class_name {given}; allowed: AutoencoderKL")
+        open_weights(folder / "diffusion_pytorch_model.safetensors")
         try:
             with quiet():
                 loaded: Any = AutoencoderKL.from_pretrained(
-                    self.folder,
+                    folder,
                     local_files_only=True,
                     use_safetensors=True,
                     output_loading_info=True,
@@ -58,21 +59,20 @@ class LatentDecoder:
                 )
         except Exception as error:  # what the library raises for damaged files is not one type
             raise MargrpoError(
-                f"{self.folder}: not loadable ({' '.join(str(error).split())[:200]}); fetch the folder again"
+                f"{folder}: not loadable ({' '.join(str(error).split())[:200]}); fetch the folder again"
             ) from error
         vae, report = loaded
         for label in ("missing", "unexpected", "mismatched"):
             names = sorted(map(str, report.get(f"{label}_keys", [])))
             if names:
                 raise MargrpoError(
-                    f"{self.folder}: {len(names)} tensors {label} ({', '.join(names[:3])}); "
-                    "check its config.json"
+                    f"{folder}: {len(names)} tensors {label} ({', '.join(names[:3])}); check its config.json"
                 )
         stride = 2 ** (len(vae.config.block_out_channels) - 1)
         if (vae.config.latent_channels, stride) != (self.channels, self.stride):
             given = f"{vae.config.latent_channels} channels at stride {stride}"
             raise MargrpoError(
-                f"{self.folder}/config.json: {given}; allowed: {self.channels} at {self.stride}, "
+                f"{folder}/config.json: {given}; allowed: {self.channels} at {self.stride}, "
                 "as transformer/config.json says"
             )
         self._vae = vae.eval().requires_grad_(False)
