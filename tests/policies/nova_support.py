@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from margrpo.config import Sampler
+from margrpo.config import Objective, Sampler
 from margrpo.golden.companions import complete_folder
+from margrpo.objective import Totals, step_terms
 from margrpo.policies.nova import NovaPolicy, read_nova
+from margrpo.rollout import Recording, Rollout, generate
+from margrpo.trajectories import Rows, build_rows, draw_fresh
 
+TEXTS = ["a red cube", "two dogs", "a blue ball", "a bird left of a tree"]
 GOLDEN = Path(__file__).parents[1] / "golden" / "nova"
 DDPM = {
     "_class_name": "DDPMScheduler",
@@ -59,3 +64,37 @@ def random_policy(config: dict[str, Any], seed: int = 0) -> NovaPolicy:
 def largest(difference: Tensor) -> float:
     """Return the largest absolute value."""
     return float(difference.detach().abs().max())
+
+
+def record(
+    policy: NovaPolicy, switches: Objective, ar_steps: Sequence[int] = (0, 2, 3), images: int = 4
+) -> tuple[Rollout, list[Rows]]:
+    denoising = tuple(policy.transition.scored)
+    recording = Recording(frozenset(ar_steps), denoising, switches.token_mask == "unknown", False)
+    prompts = (TEXTS * images)[:images]
+    rollout = generate(
+        policy, prompts, list(range(images)), 4, switches.guidance.rollout, recording=recording
+    )
+    fresh = draw_fresh(policy, rollout, switches, denoising)
+    return rollout, [build_rows(policy, rollout, step, switches, fresh) for step in rollout.steps]
+
+
+def score(
+    policy: NovaPolicy,
+    reference: NovaPolicy,
+    switches: Objective,
+    rollout: Rollout,
+    rows: list[Rows],
+    advantage: Tensor,
+    old: list[Tensor] | None = None,
+) -> tuple[Tensor, list[Any]]:
+    """Return the loss over all recorded AR steps and the terms of each."""
+    totals = Totals(sum(s.index.numel() for s in rollout.steps), sum(s.index.numel() for s in rollout.steps))
+    terms = []
+    for i, (step, part) in enumerate(zip(rollout.steps, rows, strict=True)):
+        keep = torch.ones_like(step.index, dtype=torch.bool)
+        fixed = None if old is None else old[i]
+        terms.append(
+            step_terms(policy, reference, switches, rollout, step, part, keep, advantage, totals, fixed)
+        )
+    return torch.stack([term.loss for term in terms]).sum(), terms
