@@ -20,7 +20,7 @@ def test_scoring_repeats_the_rollout(name: str, guidance: dict[str, Any], ddpm: 
     switches = Objective.model_validate({"guidance": guidance, "beta": 0.0})
     rollout, rows = record(policy, switches, images=8)
     _, terms = score(policy, policy, switches, rollout, rows, torch.ones(8))
-    assert max(term.ratio_deviation for term in terms) < 2e-3  # float32 rounding over the smallest std
+    assert max(term.ratio_deviation for term in terms) < 5e-4  # float32 rounding over the smallest std
     squares = []
     for term, part in zip(terms, rows, strict=True):
         std = policy.transition.kernel(part.step, part.state, torch.zeros_like(part.state)).std

@@ -110,6 +110,7 @@ def test_wrong_shapes_are_refused_before_anything_is_allocated(
         ({"image_stride": 0}, "image_stride: 0; allowed: an integer"),
         ({"text_token_len": 600}, "text_token_len: 600; allowed: an integer 1..512"),
         ({"video_mixer_rank": 24}, "video_mixer_rank: 24; allowed: null (video checkpoints"),
+        ({"_class_name": "FluxTransformer2DModel"}, "_class_name: FluxTransformer2DModel; allowed: NOVA"),
         ({"flux_capacitor": True}, "flux_capacitor: True; allowed: image_dim"),
         ({"_test_num_heads": 5}, "arch width: 48; allowed: a multiple of 4 and of the 5 heads"),
         ({"_test_num_heads": None}, "arch width: 48; allowed: 768, 1024, 1536"),

@@ -39,12 +39,13 @@ def jpeg_size(images: Tensor, prompts: Sequence[str], specs: Sequence[Mapping[st
 
 @pytest.fixture(autouse=True)
 def _reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewards._REGISTRY, "jpeg", jpeg_size)
+    if "jpeg_size" not in rewards.names():
+        monkeypatch.setitem(rewards._REGISTRY, "jpeg_size", jpeg_size)
 
 
 def settings(*overrides: str) -> Config:
     sizes = {
-        "reward.weights": "{jpeg: 1.0}",
+        "reward.weights": "{jpeg_size: 1.0}",
         "sampler.ar_steps": 4,
         "sampler.denoising_steps": 5,
         "train.updates": 2,
@@ -94,7 +95,7 @@ def test_two_updates_of_each_preset(variant: str, ddpm: bool, bases: dict[bool, 
     for row in rows:
         assert row["reward_std"] > 0
         assert row["grad_norm"] > 0
-        assert row["ratio_max_deviation"] < 2e-3
+        assert row["ratio_max_deviation"] < 5e-4
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert rows[1]["kl"] > 1e-6
     # a resume state is complete: every trainable parameter has its moments

@@ -9,6 +9,7 @@ from typing import Any
 
 from margrpo.errors import ConfigError
 
+_CLASS = "NOVATransformer3DModel"
 _HEADS = {768: 12, 1024: 16, 1536: 16}
 """The checkpoints do not store their head count: baaivision/NOVA derives it from the name of the model."""
 _KEYS = (
@@ -81,6 +82,9 @@ class NovaConfig:
         Raises:
             ConfigError: a missing, unknown or impossible value; video checkpoints (mixer) are not supported.
         """
+        kind = data.get("_class_name", _CLASS)
+        if kind != _CLASS:
+            raise ConfigError.of(f"{where}: _class_name", kind, f"allowed: {_CLASS}")
         unknown = sorted(key for key in data if key not in _KEYS and not key.startswith("_") and data[key])
         if unknown:
             allowed = f"allowed: {', '.join(_KEYS)} (made for another version of NOVA?)"

@@ -84,7 +84,6 @@ class TextEncoder:
                     local_files_only=True,
                     use_safetensors=True,
                     output_loading_info=True,
-                    dtype="auto" if device.type != "cpu" else torch.float32,  # half precision crawls on CPUs
                 )
         except Exception as error:  # what these libraries raise for damaged files is not one type
             raise MargrpoError(
@@ -98,6 +97,8 @@ class TextEncoder:
                 raise MargrpoError(
                     f"{encoder}: {len(names)} tensors {label} ({first}); check its config.json"
                 )
+        if device.type == "cpu":
+            model = model.float()  # half precision crawls on CPUs
         self._model = model.eval().requires_grad_(False)
 
 
