@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from margrpo.checkpoints import load_policy
 from margrpo.config import Sampler
 from margrpo.errors import MargrpoError
-from margrpo.policies.nova import read_nova
+from margrpo.policies.nova import NovaPolicy, read_nova
 from margrpo.policies.nova.config import NovaConfig
 from margrpo.policies.nova.schedule import check_scheduler, transition
 from margrpo.policies.nova.transformer import NovaTransformer
@@ -130,6 +131,12 @@ def test_missing_and_damaged_files(name: str, copy: Path) -> None:
     assert Path(name).name in refusal(lambda: read_nova(copy))
     (copy / name).unlink()
     assert Path(name).name in refusal(lambda: read_nova(copy))
+
+
+def test_a_folder_is_a_base_policy() -> None:
+    policy = load_policy(folder())
+    assert isinstance(policy, NovaPolicy)
+    assert policy.tokens == 24
 
 
 def test_nan_weights_are_refused(copy: Path) -> None:
