@@ -28,6 +28,7 @@ _KINDS = {
     "tiny": "margrpo.policies.tiny.TinyPolicy",
     "mar": "margrpo.policies.mar.MarPolicy",
     "harmon": "margrpo.policies.harmon.HarmonPolicy",
+    "nova": "margrpo.policies.nova.NovaPolicy",
 }
 
 

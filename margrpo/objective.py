@@ -20,6 +20,7 @@ from torch import Tensor
 from margrpo.config import Objective
 from margrpo.diffusion import Gaussian
 from margrpo.policies.base import Condition, Policy
+from margrpo.prefills import Prefills
 from margrpo.rollout import RecordedStep, Rollout, guided_head, take
 from margrpo.trajectories import Rows
 
@@ -119,15 +120,18 @@ def step_terms(
     advantage: Tensor,
     totals: Totals,
     old_log_prob: Tensor | None = None,
+    prefills: Prefills | None = None,
 ) -> Terms:
     """Return the contribution of one recorded AR step to the loss.
 
     Args:
         rows: the transitions to score. keep: bool [B, n], tokens in the policy term. advantage: [B].
         old_log_prob: [M], log-probs before the first inner epoch; None on that epoch, where the ratio is 1.
+        prefills: shared by the AR steps of a micro-batch, whose gradient then needs its `backward`; None: this
+            AR step computes its own, and `loss.backward()` is all.
     """
     count = step.index.shape[1]
-    kernel = _score(policy, objective, rollout, step, rows, len(rows.token))
+    kernel = _score(policy, objective, rollout, step, rows, len(rows.token), prefills)
     log_prob = kernel.expected_log_prob(rows.target).sum(-1)
     change = log_prob - (log_prob.detach() if old_log_prob is None else old_log_prob)
 
@@ -145,7 +149,7 @@ def step_terms(
     scored = len(rows.kl_weight)
     if objective.beta > 0 and scored:
         with torch.no_grad():
-            anchor = _score(reference, objective, rollout, step, rows, scored)
+            anchor = _score(reference, objective, rollout, step, rows, scored, prefills)
         head = Gaussian(kernel.mean[:scored], kernel.std[:scored])
         target = Gaussian(rows.target.mean[:scored], rows.target.std[:scored])
         kl_sum = (kl_divergence(objective.kl, head, anchor, target) * rows.kl_weight).sum()
@@ -168,22 +172,29 @@ def step_terms(
 
 
 def _score(
-    policy: Policy, objective: Objective, rollout: Rollout, step: RecordedStep, rows: Rows, count: int
+    policy: Policy,
+    objective: Objective,
+    rollout: Rollout,
+    step: RecordedStep,
+    rows: Rows,
+    count: int,
+    prefills: Prefills | None,
 ) -> Gaussian:
     """Return the policy's transitions at the first `count` rows under its current z."""
-    z = _condition(policy, rollout.condition, step)[rows.token[:count]]
+    z = _condition(policy, rollout.condition, step, prefills)[rows.token[:count]]
     null_z = None
     if objective.guidance.logprob == "guided":
         assert rollout.null is not None
-        null_z = _condition(policy, rollout.null, step)[rows.token[:count]]
+        null_z = _condition(policy, rollout.null, step, prefills)[rows.token[:count]]
     state, when = rows.state[:count], rows.step[:count]
     output = guided_head(policy, state, when, z, null_z, objective.guidance.rollout)
     return policy.transition.kernel(when, state, output)
 
 
-def _condition(policy: Policy, condition: Condition, step: RecordedStep) -> Tensor:
+def _condition(policy: Policy, condition: Condition, step: RecordedStep, prefills: Prefills | None) -> Tensor:
     """Return z [B * n, D] of the step's tokens."""
-    z = policy.backbone(step.tokens, step.known, policy.prefill(condition))
+    ready = policy.prefill(condition) if prefills is None else prefills.get(policy, condition)
+    z = policy.backbone(step.tokens, step.known, ready)
     return take(z, step.index).flatten(0, 1)
 
 

@@ -17,6 +17,7 @@ from margrpo.config import Config
 from margrpo.errors import ConfigError, TrainingError
 from margrpo.metrics.diversity import pairwise_distance
 from margrpo.policies.base import Policy
+from margrpo.prefills import Prefills
 from margrpo.prompts import Prompt
 from margrpo.rollout import RecordedStep, Recording, Rollout, generate
 from margrpo.trajectories import Rows, build_rows, draw_fresh
@@ -195,7 +196,8 @@ class Updater:
         )
         objective = self.objective.model_copy(update={"beta": 0.0}) if constant else self.objective
         results = []
-        for piece in pieces:
+        prefills = Prefills()
+        for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
             advantage = torch.ones_like(piece.advantage) if constant else piece.advantage
             terms = loss.step_terms(
                 self.policy,
@@ -208,8 +210,11 @@ class Updater:
                 advantage,
                 totals,
                 piece.old_log_prob,
+                prefills,
             )
             terms.loss.backward()
+            if following is None or following.rollout is not piece.rollout:
+                prefills.backward()  # the micro-batch is complete
             if not constant and piece.old_log_prob is None and self.objective.inner_epochs > 1:
                 piece.old_log_prob = terms.log_prob
             results.append(terms)
@@ -276,6 +281,10 @@ class Updater:
                 self.config.train.ar_steps,
                 f"allowed: 1..{available} (steps that commit tokens)",
             )
+        scored = len(self.policy.transition.scored)
+        if self.config.train.denoising_steps > scored:
+            allowed = f"allowed: 1..{scored} (steps of this policy that have a log-prob)"
+            raise ConfigError.of("train.denoising_steps", self.config.train.denoising_steps, allowed)
         fraction = self.objective.uncertain_fraction
         if round(fraction * self.policy.tokens) == 0:
             raise ConfigError.of(

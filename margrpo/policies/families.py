@@ -9,7 +9,11 @@ from margrpo.errors import MargrpoError
 from margrpo.policies.base import Policy
 
 # Imported on demand: the real policies need diffusers and transformers, which are slow to import.
-_READERS = {"mar": "margrpo.policies.mar.read_mar", "harmon": "margrpo.policies.harmon.read_harmon"}
+_READERS = {
+    "mar": "margrpo.policies.mar.read_mar",
+    "harmon": "margrpo.policies.harmon.read_harmon",
+    "nova": "margrpo.policies.nova.read_nova",
+}
 _MARKS = (("harmon", "mar.mask_token"), ("mar", "mask_token"))
 """A parameter that tells a family by its name."""
 
@@ -36,9 +40,6 @@ def family_of(folder: Path) -> str:
 
 def read_released(folder: Path) -> Policy:
     """Return the policy of a released checkpoint's folder; MargrpoError in one line if it cannot be read."""
-    family = family_of(folder)
-    if family not in _READERS:
-        raise MargrpoError(f"{folder}: a {family} checkpoint; allowed here: {', '.join(_READERS)}")
-    module, name = _READERS[family].rsplit(".", 1)
+    module, name = _READERS[family_of(folder)].rsplit(".", 1)
     policy: Policy = getattr(importlib.import_module(module), name)(folder)
     return policy
