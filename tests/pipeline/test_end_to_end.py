@@ -100,8 +100,9 @@ def test_smoke_profile_and_killed_runs(tmp_path: Path, project_root: Path) -> No
 
     # The same experiment with plain DVC, its own cache, and two deaths on the way.
     plain = clone(project_root, tmp_path / "plain")
+    params = load_params(plain / "params.yaml", profile="smoke")
     with open(plain / "params.yaml", "w") as file:
-        YAML().dump(load_params(plain / "params.yaml", profile="smoke"), file)
+        YAML().dump(params, file)
     command = [sys.executable, "-m", "dvc", "repro", f"train@{KILLED}"]
 
     def start() -> subprocess.Popen[bytes]:
