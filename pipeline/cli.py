@@ -25,7 +25,6 @@ def reproduce(
     With another params file, a profile or overrides it runs in a scratch clone under .margrpo/scratch, so that
     params.yaml, dvc.lock and reports/ stay as they are.
     """
-    load(params, overrides, profile)
     from pipeline.reproduce import reproduce as start
 
     start(Path.cwd(), params, overrides or (), profile, workers)

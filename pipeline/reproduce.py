@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from margrpo.config import Config
 from margrpo.errors import MargrpoError
+from margrpo.params import load_config
 from pipeline import jobs, paths
 from pipeline.graph import read_graph
+from pipeline.progress import duration
 
 FLUSH_SECONDS = 60.0  # how long the end of a run waits for MLflow
 
@@ -20,8 +24,9 @@ def reproduce(
     """Run every stage that is not up to date and say where the results are.
 
     Raises:
-        MargrpoError: this is no project folder, or stages failed.
+        MargrpoError: params are wrong, this is no project folder, or stages failed.
     """
+    config = load_config(params, overrides, profile)
     if not (project / "dvc.yaml").is_file():
         raise MargrpoError(f"{project}: no dvc.yaml here; run this in the folder of the project")
     os.environ["MARGRPO_HOME"] = str(project)
@@ -32,10 +37,12 @@ def reproduce(
         workspace = prepare_workspace(project, params, overrides, profile)
         os.environ["MARGRPO_PROFILE"] = workspace.name
         print(f"margrpo: running in {workspace}; params.yaml, dvc.lock and reports/ stay as they are")
+    if jobs.pending():  # left by an outage or a killed run
+        jobs.ensure_follower()
     started = time.monotonic()
     if any(stage.stale for stage in read_graph(workspace)):  # else Prefect has nothing to do
         _run_flow(project, workspace, workers or len(os.sched_getaffinity(0)))
-    _say_where(project, workspace, time.monotonic() - started)
+    _say_where(config, workspace, time.monotonic() - started)
 
 
 def _run_flow(project: Path, workspace: Path, workers: int) -> None:
@@ -66,18 +73,21 @@ def prepare_prefect(project: Path) -> None:
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect makes no parents
 
 
-def _say_where(project: Path, workspace: Path, seconds: float) -> None:
-    from pipeline.progress import duration
-
+def _say_where(config: Config, workspace: Path, seconds: float) -> None:
     deadline = time.monotonic() + FLUSH_SECONDS
     while jobs.pending() and time.monotonic() < deadline:
         time.sleep(0.5)
     waiting = len(jobs.pending())
-    late = f" ({waiting} runs are not shipped yet; see .margrpo/tracking/follower.log)" if waiting else ""
+    late = f"\n           {waiting} jobs wait for MLflow: .margrpo/tracking/follower.log" if waiting else ""
+    store = config.tracking.uri or "sqlite:///mlflow.db"
+    tools = os.path.relpath(Path(sys.executable).parent)
+    folder = os.path.relpath(workspace)
+    inside = "" if folder == "." else f" --cd {folder}"
+    prefect = "" if "PREFECT_API_URL" in os.environ else "PREFECT_HOME=.margrpo/prefect "
     print(
         f"margrpo: up to date after {duration(seconds)}\n"
-        f"  report   {workspace / paths.REPORT}\n"
-        f"  curves   mlflow ui --backend-store-uri sqlite:///{project / 'mlflow.db'}{late}\n"
-        f"  runs     PREFECT_HOME={project / '.margrpo/prefect'} prefect server start\n"
-        f"  numbers  dvc metrics show, dvc plots show (in {workspace})"
+        f"  report   {os.path.relpath(workspace / paths.REPORT)}\n"
+        f"  curves   {tools}/mlflow ui --backend-store-uri {store}{late}\n"
+        f"  stages   {prefect}{tools}/prefect server start\n"
+        f"  numbers  {tools}/dvc{inside} metrics show"
     )

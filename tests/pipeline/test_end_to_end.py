@@ -85,7 +85,7 @@ def test_smoke_profile_and_killed_runs(tmp_path: Path, project_root: Path) -> No
     before = subprocess.check_output(["git", "status", "--porcelain"], cwd=project)
     printed = run(project, "-m", "pipeline", "reproduce", "--profile", "smoke")
     scratch = project / ".margrpo/scratch/smoke"
-    assert f"report   {scratch / 'reports/report.html'}" in printed
+    assert "report   .margrpo/scratch/smoke/reports/report.html" in printed
     assert subprocess.check_output(["git", "status", "--porcelain"], cwd=project) == before
     results = pd.read_csv(scratch / "reports/results.csv")
     assert set(results["run"]) == {*RUNS, "base"}
