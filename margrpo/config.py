@@ -107,12 +107,47 @@ class Train(Section):
         return self
 
 
+class RewardOptions(Section):
+    """Settings of one reward: its weights, how it runs, how its scores enter the mixture."""
+
+    path: str | None = Field(
+        None, description="folder with the weight files; null = from the hub, or none are needed"
+    )
+    batch_size: int | None = Field(
+        None, ge=1, le=65_536, description="images scored together; null = the reward's own default"
+    )
+    device: str | None = Field(None, description="torch device of the reward; null = where the images are")
+    precision: Literal["float32", "float16"] = Field(
+        "float32", description="float16: autocast, as the originals run on a GPU"
+    )
+    shift: float = Field(0.0, description="the mixture takes (score - shift) / scale")
+    scale: float = Field(1.0, gt=0.0, description="the mixture takes (score - shift) / scale")
+    normalize: Literal["none", "minmax", "standard"] = Field(
+        "none", description="in training, over the batch: to 0 .. 1, or to mean 0 and deviation 1"
+    )
+    on_failure: Literal["drop", "fail"] = Field(
+        "drop", description="images without a score: leave them out of the policy term, or stop"
+    )
+    timeout_s: float | None = Field(
+        None, gt=0.0, le=86_400.0, description="limit for one batch of images; null = none"
+    )
+
+
 class Reward(Section):
     """The mixture that training maximises: name -> weight."""
 
     weights: dict[str, float] = Field(
         {"scenes": 1.0}, min_length=1, description="registered rewards and weights"
     )
+    options: dict[str, RewardOptions] = Field({}, description="settings of single rewards, by name")
+
+    @model_validator(mode="after")
+    def options_are_of_used_rewards(self) -> Reward:
+        """Refuse settings of a reward that the mixture doesn't have."""
+        for name in self.options:
+            if name not in self.weights:
+                raise ValueError(f"options\0{name}\0a reward of weights: {', '.join(self.weights)}")
+        return self
 
 
 class Evaluation(Section):

@@ -234,7 +234,8 @@ def _score(config: Config, images: Tensor, prompts: Sequence[Prompt]) -> tuple[T
     weights = dict(config.reward.weights)
     total = weights.pop("scenes", 0.0) * rules["geneval_partial_clean"]
     if weights:
-        total = total + rewards.score(weights, images, [prompt.text for prompt in prompts], specs).total
+        texts = [prompt.text for prompt in prompts]
+        total = total + rewards.score(weights, images, texts, specs, config.reward.options).total
     return total, rules["geneval_strict"]
 
 

@@ -47,12 +47,15 @@ TIMING = (
 
 
 def metric_columns(rewards: Sequence[str]) -> list[str]:
-    """Return the columns of metrics.csv, equal for all variants (names follow TRL)."""
+    """Return the columns of metrics.csv, equal for all variants (names follow TRL).
+
+    `rewards`: the columns of the rewards (`margrpo.rewards.columns`).
+    """
     return [
         "update",
         "reward",
         "reward_std",
-        *(f"rewards/{name}/mean" for name in rewards),
+        *rewards,
         "frac_reward_zero_std",
         "kl",
         "loss",

@@ -29,7 +29,8 @@ def advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return (r - mean) / (std + 1e-4) within each group, unbiased std (GRPO; released code).
 
     Args:
-        rewards: [B]. groups: int64 [B]; images of one prompt slot share an id.
+        rewards: [B]; an image whose reward is NaN gets 0 and doesn't count in its group.
+        groups: int64 [B]; images of one prompt slot share an id.
 
     Raises:
         ValueError: a group of one image, whose std is undefined.
@@ -40,6 +41,13 @@ def advantages(rewards: Tensor, groups: Tensor) -> Tensor:
         raise ValueError(
             f"groups: ids {ids[size < 2].tolist()} have one image; allowed: at least 2 per group"
         )
+    known = ~rewards.isnan()
+    if not known.all():
+        known &= torch.bincount(member[known], minlength=len(ids))[member] >= 2
+        result = torch.zeros_like(rewards)
+        if known.any():
+            result[known] = advantages(rewards[known], groups[known])
+        return result
     mean = rewards.new_zeros(len(ids)).index_add(0, member, rewards) / size
     centred = rewards - mean[member]
     variance = rewards.new_zeros(len(ids)).index_add(0, member, centred.square()) / (size - 1)

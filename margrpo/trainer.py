@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from margrpo import rewards
 from margrpo.checkpoints import load_state, save_policy, save_state, write_atomic
 from margrpo.config import Config
 from margrpo.errors import MargrpoError, TrainingError
@@ -83,7 +84,7 @@ class _Loop:
         self.core_offset = rows["timing"][-1]["core_s"] if rows["timing"] else 0.0
         self.wall_offset = rows["timing"][-1]["wall_s"] if rows["timing"] else 0.0
         logs.mkdir(parents=True, exist_ok=True)
-        columns = metric_columns(list(updater.config.reward.weights))
+        columns = metric_columns(rewards.columns(list(updater.config.reward.weights)))
         self.metrics = RowFile(logs / "metrics.csv", columns, rows["metrics"])
         self.timing = RowFile(logs / "timing.csv", TIMING, rows["timing"])
 

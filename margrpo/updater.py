@@ -69,7 +69,7 @@ class Updater:
         names = sorted({prompt.category for prompt in train})
         self.categories = [[prompt for prompt in train if prompt.category == name] for name in names]
         self.validation_prompts = validation
-        rewards.check(config.reward.weights)
+        rewards.check(config.reward.weights, config.reward.options)
         self.policy = _load(base, config)
         self.reference = _load(base, config).requires_grad_(False)
         self.base_sha256 = sha256(base)
@@ -117,7 +117,7 @@ class Updater:
         rollout = generate(self.policy, texts, batch.seeds, sampler.ar_steps, guidance, recording=recording)
         images = self.policy.decode(rollout.tokens)
         sampled = time.perf_counter()
-        scored = rewards.score(self.config.reward.weights, images, texts, [p.spec for p in batch.prompts])
+        scored = self._scores(images, batch.prompts, update)
         rewarded = time.perf_counter()
         advantage = loss.advantages(scored.total, batch.groups).to(rollout.tokens.device)
         pieces = self.prepare(rollout, advantage, recording)
@@ -246,13 +246,13 @@ class Updater:
         return _norm(self.trainable())
 
     def _reward_metrics(self, scored: rewards.RewardBatch, batch: Batch, images: Tensor) -> dict[str, float]:
-        groups = scored.total.view(-1, self.config.train.images_per_prompt)
-        spread = groups.std(dim=1)
-        pictures = images.unflatten(0, groups.shape)
+        each = self.config.train.images_per_prompt
+        spread = rewards.spreads(scored.total, each)
+        pictures = images.unflatten(0, (-1, each))
         return {
-            "reward": float(scored.total.mean()),
+            "reward": float(scored.total[~scored.total.isnan()].mean()),
             "reward_std": float(spread.mean()),
-            **{f"rewards/{name}/mean": float(values.mean()) for name, values in scored.parts.items()},
+            **rewards.metrics(scored, each),
             "frac_reward_zero_std": float((spread < 1e-6).float().mean()),
             "diversity": sum(pairwise_distance(group) for group in pictures) / len(pictures),
         }
@@ -269,9 +269,19 @@ class Updater:
         )
         with torch.no_grad():
             images = self.policy.decode(rollout.tokens)
-        total = rewards.score(self.config.reward.weights, images, texts, [p.spec for p in prompts]).total
+        total = self._scores(images, prompts, None).total
         self.seconds["validation_s"] = time.perf_counter() - started
-        return float(total.mean())
+        return float(total[~total.isnan()].mean())
+
+    def _scores(self, images: Tensor, prompts: Sequence[Prompt], update: int | None) -> rewards.RewardBatch:
+        """Score images for an update, or for a validation if `update` is None."""
+        reward = self.config.reward
+        texts, specs = [prompt.text for prompt in prompts], [prompt.spec for prompt in prompts]
+        try:
+            return rewards.score(reward.weights, images, texts, specs, reward.options, update is not None)
+        except TrainingError as error:
+            place = "the validation" if update is None else f"update {update}"
+            raise TrainingError(f"{self.variant}-{self.seed}: {error} at {place}") from None
 
     def _check_sizes(self) -> None:
         available = len(self.policy.ar_schedule(self.config.sampler.ar_steps))

@@ -34,8 +34,12 @@ def constant(images: Tensor, prompts: Sequence[str], specs: Sequence[Mapping[str
 
 @pytest.fixture(autouse=True)
 def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewards._REGISTRY, "brightness", brightness)
-    monkeypatch.setitem(rewards._REGISTRY, "constant", constant)
+    monkeypatch.setitem(rewards._REGISTRY, "brightness", entry("brightness", brightness))
+    monkeypatch.setitem(rewards._REGISTRY, "constant", entry("constant", constant))
+
+
+def entry(name: str, reward: rewards.Reward) -> rewards.Entry:
+    return rewards.Entry(rewards.Info(name, "test", "none"), lambda options: reward)
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +219,15 @@ def test_non_finite_numbers_stop_and_name_the_last_good_state(
         return images.mean((1, 2, 3)) * (math.inf if broken.calls == 4 else 1)  # type: ignore[attr-defined]
 
     broken.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(rewards._REGISTRY, "brightness", broken)
+    monkeypatch.setitem(rewards._REGISTRY, "brightness", entry("brightness", broken))
+    settings = make_config(
+        reward={"weights": {"brightness": 1.0}, "options": {"brightness": {"on_failure": "fail"}}}
+    )
     # calls: updates 1 and 2, the validation after update 2, then update 3
     with pytest.raises(
         TrainingError, match=r"update 3; the last good state is .*state.safetensors \(update 2\)"
     ):
-        run(config(), "frozen_head", base, tmp_path, state)
+        run(settings, "frozen_head", base, tmp_path, state)
 
 
 def test_settings_that_do_not_fit_the_policy_are_config_errors(base: Path, tmp_path: Path) -> None:

@@ -1,44 +1,79 @@
-"""The reward protocol, the registry, and the weighted mixture that training maximises."""
+"""The reward protocol and the registry: what rewards there are, what they need and how they are built."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from margrpo.config import RewardOptions
 from margrpo.errors import ConfigError
+
+Specs = Sequence[Mapping[str, Any]]
 
 
 class Reward(Protocol):
-    """Scores images [B, 3, H, W] in [0, 1] for their prompts and specs; returns float [B]."""
+    """Scores images [B, 3, H, W] in [0, 1] for their prompts and specs; returns float [B].
 
-    def __call__(self, images: Tensor, prompts: Sequence[str], specs: Sequence[Mapping[str, Any]]) -> Tensor:
+    An image that cannot be scored (its prompt has nothing to read, say) gets NaN, never a made-up number.
+    """
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], specs: Specs) -> Tensor:
         """Return one score per image."""
         ...
 
 
 @dataclass(frozen=True)
-class RewardBatch:
-    """`total` [B] is the weighted sum of `parts` (name -> [B], unweighted)."""
+class Info:
+    """What a person needs to know of a reward before using it.
 
-    total: Tensor
-    parts: dict[str, Tensor]
+    Args:
+        low, high: range of the scores; infinite where unbounded. license: of the weights or the rule.
+        files: names of the weight files in the folder `reward.options.<name>.path`. source: where they come
+            from. extra: optional dependency group of this package, with the module it must bring.
+        batch_size: images scored together by default; None = all. step: distance of neighbouring scores
+            where they are quantised, else 0.
+    """
+
+    name: str
+    summary: str
+    license: str
+    low: float = -math.inf
+    high: float = math.inf
+    files: tuple[str, ...] = ()
+    source: str = ""
+    extra: tuple[str, str] | None = None
+    batch_size: int | None = None
+    step: float = 0.0
 
 
-_REGISTRY: dict[str, Reward] = {}
+Build = Callable[[RewardOptions], Reward]
 
 
-def register(name: str) -> Callable[[Reward], Reward]:
-    """Make a reward available under `name` in `reward.weights`."""
+@dataclass(frozen=True)
+class Entry:
+    """A registered reward: its description and the function that builds it (and loads its weights)."""
 
-    def add(reward: Reward) -> Reward:
-        if name in _REGISTRY:
-            raise ValueError(f"reward {name} is registered already")
-        _REGISTRY[name] = reward
-        return reward
+    info: Info
+    build: Build
+
+
+_REGISTRY: dict[str, Entry] = {}
+
+
+def register(info: Info) -> Callable[[Build], Build]:
+    """Make a reward available under `info.name` in `reward.weights`; it is built at its first use."""
+
+    def add(build: Build) -> Build:
+        if info.name in _REGISTRY:
+            raise ValueError(f"reward {info.name} is registered already")
+        _REGISTRY[info.name] = Entry(info, build)
+        return build
 
     return add
 
@@ -48,25 +83,39 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def check(weights: Mapping[str, float]) -> None:
-    """Refuse unknown rewards and a mixture without weight before anything expensive starts.
+def entry(name: str) -> Entry:
+    """Return a registered reward; raises ConfigError with the names that are allowed."""
+    if name not in _REGISTRY:
+        raise ConfigError.of(f"reward.weights.{name}", "unknown reward", f"allowed: {', '.join(names())}")
+    return _REGISTRY[name]
+
+
+def check(weights: Mapping[str, float], options: Mapping[str, RewardOptions] | None = None) -> None:
+    """Refuse a mixture that cannot run before anything expensive starts.
 
     Raises:
-        ConfigError: names what is allowed.
+        ConfigError: an unknown reward, no weight other than 0, a missing optional package or weight file.
     """
     for name in weights:
-        if name not in _REGISTRY:
-            raise ConfigError.of(f"reward.weights.{name}", "unknown reward", f"allowed: {', '.join(names())}")
+        problem = missing(name, (options or {}).get(name, RewardOptions()))
+        if problem:
+            raise ConfigError(problem)
     if not any(weights.values()):
         raise ConfigError.of("reward.weights", dict(weights), "allowed: at least one weight that is not 0")
 
 
-@torch.no_grad()
-def score(
-    weights: Mapping[str, float], images: Tensor, prompts: Sequence[str], specs: Sequence[Mapping[str, Any]]
-) -> RewardBatch:
-    """Return every reward of the mixture and their weighted sum, float32 [B] on the CPU."""
-    check(weights)
-    parts = {name: _REGISTRY[name](images, prompts, specs).float().cpu() for name in weights}
-    total = torch.stack([weight * parts[name] for name, weight in weights.items()]).sum(0)
-    return RewardBatch(total, parts)
+def missing(name: str, options: RewardOptions) -> str | None:
+    """Return what a reward lacks to run with these options, as one line, or None."""
+    info = entry(name).info
+    if info.extra is not None and importlib.util.find_spec(info.extra[1]) is None:
+        return f"reward {name}: package {info.extra[1]} is missing; pip install 'margrpo[{info.extra[0]}]'"
+    if options.path is None:
+        return None
+    folder = Path(options.path).expanduser()
+    for file in info.files:
+        if not (folder / file).is_file():
+            return (
+                f"reward.options.{name}.path: {folder} has no {file}; "
+                f"allowed: a folder with {', '.join(info.files)} (from {info.source})"
+            )
+    return None
