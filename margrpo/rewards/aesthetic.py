@@ -81,4 +81,4 @@ def aesthetic(options: RewardOptions) -> Reward:
         )
     folder = weights.folder("aesthetic", options.path, "", HF_FILES)
     stack = load_stack(read_state(folder / FILE), folder / FILE)
-    return Aesthetic(load_hf(folder), stack, options.precision)
+    return Aesthetic(load_hf(folder, unescape=True), stack, options.precision)

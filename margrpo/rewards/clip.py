@@ -73,8 +73,8 @@ class Clip:
     `image_size` is the side of its square input in px.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: ClipTokenizer) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any, tokenizer: ClipTokenizer) -> None:
+        self.model = model
         self.model.float().eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.image_size = int(self.model.config.vision_config.image_size)
@@ -102,10 +102,11 @@ class Clip:
         return self.model.logit_scale.exp()
 
 
-def load_hf(folder: Path) -> Clip:
+def load_hf(folder: Path, unescape: bool) -> Clip:
     """Return the model of a transformers folder (config.json, model.safetensors or pytorch_model.bin).
 
-    Raises MargrpoError if a file is missing or its tensors are not those of the configuration.
+    `unescape`: of the tokenizer. Raises MargrpoError if a file is missing or its tensors are not those of
+    the configuration.
     """
     model = _model(read_json(folder / "config.json"), folder / "config.json")
     path = folder / "model.safetensors"
@@ -113,7 +114,7 @@ def load_hf(folder: Path) -> Clip:
         path = folder / "pytorch_model.bin"
     state = {key: value for key, value in read_state(path).items() if not key.endswith(_DERIVED)}
     load_strict(model, state, path)
-    return Clip(model, ClipTokenizer(folder))
+    return Clip(model, ClipTokenizer(folder, unescape))
 
 
 def load_open_clip(path: Path, config: Path, tokenizer: Path) -> Clip:
@@ -124,7 +125,7 @@ def load_open_clip(path: Path, config: Path, tokenizer: Path) -> Clip:
     record = read_json(config) if config.is_file() else _VIT_H_14
     model = _model(record, config)
     load_strict(model, convert_open_clip(read_state(path)), path)
-    return Clip(model, ClipTokenizer(tokenizer))
+    return Clip(model, ClipTokenizer(tokenizer, unescape=True))
 
 
 def convert_open_clip(state: State) -> State:
@@ -157,9 +158,10 @@ def _convert_block(key: str, value: Tensor) -> State:
 
 
 def _model(record: dict[str, Any], path: Path) -> nn.Module:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CLIPConfig, CLIPModel
 
     try:
         return CLIPModel(CLIPConfig.from_dict(record))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
         raise MargrpoError(f"{path}: no CLIP configuration ({str(error).splitlines()[0]})") from None

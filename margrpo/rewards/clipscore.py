@@ -40,7 +40,7 @@ def _info(name: str, summary: str, low: float, high: float, source: str) -> Info
 
 
 def _clip(name: str, options: RewardOptions, repository: str) -> Clip:
-    return load_hf(weights.folder(name, options.path, repository, HF_FILES))
+    return load_hf(weights.folder(name, options.path, repository, HF_FILES), unescape=True)
 
 
 @register(_info("clipscore", "CLIPScore of Hessel et al.: 2.5 max(cos, 0), ViT-B/32", 0.0, 2.5, VIT_B_32))

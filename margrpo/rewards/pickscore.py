@@ -42,4 +42,4 @@ class PickScore:
 def pickscore(options: RewardOptions) -> Reward:
     """Return the scorer of a transformers folder."""
     folder = weights.folder("pickscore", options.path, REPOSITORY, HF_FILES)
-    return PickScore(load_hf(folder), options.precision)
+    return PickScore(load_hf(folder, unescape=False), options.precision)

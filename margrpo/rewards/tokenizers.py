@@ -25,17 +25,19 @@ class ClipTokenizer:
     Args:
         folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`, or OpenAI's and OpenCLIP's
             `bpe_simple_vocab_16e6.txt.gz`.
+        unescape: turn HTML entities into characters first, as OpenAI's and OpenCLIP's tokenizers do and
+            transformers' does not.
 
     Raises:
         MargrpoError: none of them is there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer = _clip_tokenizer(folder)
+    def __init__(self, folder: Path, unescape: bool) -> None:
+        self._tokenizer, self._unescape = _clip_tokenizer(folder), unescape
 
     def __call__(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return ids and attention mask, int64 [B, up to 77]."""
-        texts = [html.unescape(html.unescape(prompt)).strip() for prompt in prompts]
+        texts = [html.unescape(html.unescape(p)) if self._unescape else p for p in prompts]
         batch = self._tokenizer(texts, padding=True, truncation=True, max_length=CONTEXT, return_tensors="pt")
         return batch["input_ids"], batch["attention_mask"]
 
