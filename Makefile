@@ -1,7 +1,8 @@
 # make repro [PROFILE=smoke]   the experiment of params.yaml (or of a profile), ending in a report
 # make test                    lint, types, unit tests, and the smoke profile end to end
+# make oracles                 record scores of the original hpsv2 and image-reward packages anew (own environment)
 .DEFAULT_GOAL := help
-.PHONY: help repro test lint types unit e2e clean
+.PHONY: help repro test lint types unit e2e oracles clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,5 +38,14 @@ unit: $(VENV)/stamp
 e2e: $(VENV)/stamp
 	$(BIN)/pytest -q -m e2e
 
+# The original packages pin old versions of what margrpo needs: an environment of their own.
+$(VENV)-oracles/stamp: tests/oracles/requirements.txt
+	$(PYTHON) -m venv $(VENV)-oracles
+	$(VENV)-oracles/bin/pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+oracles: $(VENV)-oracles/stamp
+	$(VENV)-oracles/bin/python tests/oracles/record.py tests/golden/rewards/oracles.json
+
 clean:
-	rm -rf $(VENV) build *.egg-info .margrpo
+	rm -rf $(VENV) $(VENV)-oracles build *.egg-info .margrpo

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from margrpo import commands
 from margrpo.errors import ConfigError, MargrpoError
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.command()(commands.verify)
+app.add_typer(commands.rewards_app, name="rewards")
 
 ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")]
 Overrides = Annotated[
@@ -103,7 +107,7 @@ def train(
     from margrpo import rewards, trainer
     from margrpo.base import find_base
 
-    rewards.check(config.reward.weights)
+    rewards.check(config.reward.weights, config.reward.options)
     folder = out or Path("artifacts/manual") / f"{variant}-{seed}"
     prompts = {split: _prompts(split) for split in ("train", "validation")}
     result = trainer.train(config, variant, seed, find_base(config), prompts, out=folder, logs=folder)

@@ -27,11 +27,7 @@ import tiny
 def main(output: Path) -> None:
     """Write versions and scores: name -> [image][prompt]."""
     torch.set_num_threads(1)
-    # torchvision's wheel is built for CUDA and cannot load its operators beside the CPU build of torch; the
-    # scorers only use its Python code, which imports once the two operators that it looks for are declared
-    for operator in ("nms", "qnms"):
-        signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        torch.library.define(f"torchvision::{operator}", signature)
+    _import_torchvision()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         scores = {
@@ -139,6 +135,23 @@ def _clip(folder: Path) -> tuple[Any, list[torch.Tensor], list[dict[str, torch.T
     limits = {"padding": True, "truncation": True, "max_length": 77, "return_tensors": "pt"}
     ids = [dict(tokenizer([prompt], **limits)) for prompt in tiny.PROMPTS]
     return CLIPModel.from_pretrained(str(folder)).eval(), pixels, ids
+
+
+def _import_torchvision() -> None:
+    """Import torchvision also where its wheel, built for CUDA, stands beside the CPU build of torch.
+
+    Its operators don't load there, but the scorers use its Python code alone, which imports once the two
+    operators that it looks for are declared.
+    """
+    with contextlib.suppress(RuntimeError):
+        import torchvision  # noqa: F401
+
+        return
+    for module in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        del sys.modules[module]
+    for operator in ("nms", "qnms"):
+        signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{operator}", signature)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,83 @@
+"""Commands around rewards and benchmark rules: verify, rewards list, rewards check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+rewards_app = typer.Typer(
+    help="What rewards there are, what they need, and whether they work here.", no_args_is_help=True
+)
+
+
+def verify(
+    cases: Annotated[Path, typer.Option(metavar="FILE", help="JSON file of recorded cases.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Replay recorded cases of published scoring rules; exit code 1 if any differs."""
+    from margrpo.benchmarks.cases import verify as replay
+
+    report = replay(cases)
+    print(report.to_json() if as_json else report.to_text())
+    if report.failed:
+        raise typer.Exit(1)
+
+
+@rewards_app.command("list")
+def list_rewards() -> None:
+    """List every reward: range, licence of its weights, the files it needs and where they come from."""
+    from margrpo import rewards
+
+    for name in rewards.names():
+        info = rewards.entry(name).info
+        print(f"{name}: {info.summary}")
+        print(f"  range {info.low:g} .. {info.high:g}; licence: {info.license}")
+        if info.files:
+            print(f"  files: {', '.join(info.files)} ({info.source})")
+        if info.extra is not None:
+            print(f"  package: pip install 'margrpo[{info.extra[0]}]'")
+
+
+@rewards_app.command("check")
+def check_rewards(
+    params: Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")] = Path(
+        "params.yaml"
+    ),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the params, dotted; repeatable."),
+    ] = None,
+) -> None:
+    """Load every reward of the params and score two known pictures; exit code 1 if one does not work."""
+    from margrpo import rewards
+    from margrpo.checkpoints import sha256
+    from margrpo.config import RewardOptions
+    from margrpo.errors import MargrpoError
+    from margrpo.params import load_config
+    from margrpo.rewards.selftest import selftest
+
+    reward = load_config(params, overrides or (), None).reward
+    broken = False
+    for name in reward.weights:
+        options = reward.options.get(name, RewardOptions())
+        try:
+            problem = rewards.missing(name, options)
+            if problem:
+                raise MargrpoError(problem)
+            result = selftest(name, options)
+        except MargrpoError as error:
+            print(f"{name}: not usable: {error}")
+            broken = True
+            continue
+        broken |= not result.usable
+        own, other = (", ".join(f"{x:.4f}" for x in pair) for pair in (result.own, result.exchanged))
+        state = "works" if result.usable else "not usable: scores are missing or do not repeat"
+        print(f"{name}: {state}; pictures with their prompts {own}; exchanged {other}")
+        if options.path is not None:
+            for file in rewards.entry(name).info.files:
+                path = Path(options.path).expanduser() / file
+                print(f"  {path} sha256 {sha256(path)}")
+    if broken:
+        raise typer.Exit(1)
