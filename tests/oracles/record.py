@@ -27,7 +27,6 @@ import tiny
 def main(output: Path) -> None:
     """Write versions and scores: name -> [image][prompt]."""
     torch.set_num_threads(1)
-    _import_torchvision()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         scores = {
@@ -43,6 +42,17 @@ def main(output: Path) -> None:
 
 def hps(folder: Path) -> list[list[float]]:
     """Return hpsv2.img_score.score of every image and prompt."""
+    img_score = import_original(folder)
+    checkpoint = str(folder / tiny.HPS_FILE)
+    return [
+        [float(img_score.score(image, prompt, cp=checkpoint)[0]) for prompt in tiny.PROMPTS]
+        for image in tiny.images()
+    ]
+
+
+def import_original(folder: Path) -> Any:
+    """Return hpsv2's module img_score with a model of the sizes in `tiny` instead of its ViT-H-14."""
+    _import_torchvision()
     sys.modules.setdefault("turtle", types.SimpleNamespace(forward=None))  # imported, never used
     with _redirect(folder / "bpe_simple_vocab_16e6.txt.gz"):
         from hpsv2 import img_score
@@ -54,11 +64,7 @@ def hps(folder: Path) -> list[list[float]]:
     img_score.model_dict["preprocess_val"] = image_transform(
         tiny.SIDE, is_train=False, resize_longest_max=True
     )
-    checkpoint = str(folder / tiny.HPS_FILE)
-    return [
-        [float(img_score.score(image, prompt, cp=checkpoint)[0]) for prompt in tiny.PROMPTS]
-        for image in tiny.images()
-    ]
+    return img_score
 
 
 def image_reward(folder: Path) -> list[list[float]]:
