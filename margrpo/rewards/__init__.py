@@ -2,6 +2,7 @@
 
 # imported because each registers itself; none loads its model or its packages before it is used
 from margrpo.rewards import aesthetic as _aesthetic  # noqa: F401
+from margrpo.rewards import blip_vqa as _blip_vqa  # noqa: F401
 from margrpo.rewards import clipscore as _clipscore  # noqa: F401
 from margrpo.rewards import hps as _hps  # noqa: F401
 from margrpo.rewards import image_reward as _image_reward  # noqa: F401

@@ -66,6 +66,15 @@ class BertTokenizer:
         )
         return batch["input_ids"], batch["attention_mask"]
 
+    def ids(self, *tokens: str) -> list[int]:
+        """Return the ids of single tokens; raises MargrpoError for one that the vocabulary lacks."""
+        found = self._tokenizer.convert_tokens_to_ids(list(tokens))
+        unknown = self._tokenizer.unk_token_id
+        for token, index in zip(tokens, found, strict=True):
+            if index is None or index == unknown:
+                raise MargrpoError(f"the BERT vocabulary has no token {token}; allowed: bert-base-uncased's")
+        return [int(index) for index in found]
+
 
 def _clip_tokenizer(folder: Path) -> Any:
     from transformers import CLIPTokenizer

@@ -51,7 +51,7 @@ WORDS = [
     "&",
 ]
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-BERT = [*WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+BERT = list(dict.fromkeys([*WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]))
 MED_CONFIG = {
     "architectures": ["BertModel"],
     "attention_probs_dropout_prob": 0.1,
