@@ -18,12 +18,10 @@ from torch import Tensor
 
 from margrpo.benchmarks.rules.t2i_attribute import attribute_clean, questions
 from margrpo.config import RewardOptions
-from margrpo.errors import MargrpoError
 from margrpo.rewards import weights
 from margrpo.rewards.base import Info, Reward, Specs, register
 from margrpo.rewards.images import normalize, to_pil
 from margrpo.rewards.tokenizers import BERT_FILES, BertTokenizer
-from margrpo.rewards.weights import load_strict, read_json, read_state
 
 REPOSITORY = "Salesforce/blip-vqa-base"
 LENGTH = 35
@@ -50,7 +48,7 @@ class BlipVqa:
     """BLIP-VQA of a transformers folder; P(yes) = p_yes / (p_yes + p_no) at the answer's first token."""
 
     def __init__(self, folder: Path, precision: str) -> None:
-        self.model: Any = _load(folder)
+        self.model: Any = weights.hf_model(folder, "BlipConfig", "BlipForQuestionAnswering", _TIES)
         self.side = int(self.model.config.vision_config.image_size)
         self.tokenizer = BertTokenizer(folder, LENGTH)
         self.half = precision == "float16"
@@ -130,25 +128,6 @@ class AttributeReward:
         answers = self.vqa(images, asked)
         scores = [attribute_clean(p) if p else float("nan") for p in answers]
         return torch.tensor(scores, dtype=torch.float32)
-
-
-def _load(folder: Path) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import BlipConfig, BlipForQuestionAnswering
-
-    path = folder / "config.json"
-    try:
-        model = BlipForQuestionAnswering(BlipConfig.from_dict(read_json(path)))
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise MargrpoError(f"{path}: no BLIP configuration ({str(error).splitlines()[0]})") from None
-    file = folder / "model.safetensors"
-    file = file if file.is_file() else folder / "pytorch_model.bin"
-    state = {k: v for k, v in read_state(file).items() if not k.endswith("position_ids")}
-    for tied, source in _TIES.items():
-        if source in state:
-            state.setdefault(tied, state[source])
-    load_strict(model, state, file)
-    return model.float().eval().requires_grad_(False)
 
 
 @register(

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from margrpo.errors import MargrpoError
 from margrpo.rewards.tokenizers import CLIP_FILES, ClipTokenizer
-from margrpo.rewards.weights import State, load_strict, read_json, read_state
+from margrpo.rewards.weights import DERIVED, State, build, hf_model, load_strict, read_json, read_state
 
 HF_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", *CLIP_FILES)
 
@@ -64,7 +63,6 @@ _SINGLE = {
 }
 _TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
 _TOWERS = {"visual.transformer.resblocks.": "vision_model", "transformer.resblocks.": "text_model"}
-_DERIVED = ("attn_mask", "position_ids")  # buffers that some files carry: computed, not learned
 
 
 class Clip:
@@ -74,8 +72,7 @@ class Clip:
     """
 
     def __init__(self, model: Any, tokenizer: ClipTokenizer) -> None:
-        self.model = model
-        self.model.float().eval().requires_grad_(False)
+        self.model = model.float().eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.image_size = int(self.model.config.vision_config.image_size)
 
@@ -108,13 +105,7 @@ def load_hf(folder: Path, unescape: bool) -> Clip:
     `unescape`: of the tokenizer. Raises MargrpoError if a file is missing or its tensors are not those of
     the configuration.
     """
-    model = _model(read_json(folder / "config.json"), folder / "config.json")
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        path = folder / "pytorch_model.bin"
-    state = {key: value for key, value in read_state(path).items() if not key.endswith(_DERIVED)}
-    load_strict(model, state, path)
-    return Clip(model, ClipTokenizer(folder, unescape))
+    return Clip(hf_model(folder, "CLIPConfig", "CLIPModel"), ClipTokenizer(folder, unescape))
 
 
 def load_open_clip(path: Path, config: Path, tokenizer: Path) -> Clip:
@@ -123,7 +114,7 @@ def load_open_clip(path: Path, config: Path, tokenizer: Path) -> Clip:
     `tokenizer`: folder of the tokenizer. Raises MargrpoError if a file is missing or is none of that kind.
     """
     record = read_json(config) if config.is_file() else _VIT_H_14
-    model = _model(record, config)
+    model = build("CLIPConfig", "CLIPModel", record, config)
     load_strict(model, convert_open_clip(read_state(path)), path)
     return Clip(model, ClipTokenizer(tokenizer, unescape=True))
 
@@ -136,7 +127,7 @@ def convert_open_clip(state: State) -> State:
             result[_SINGLE[key]] = value
         elif key in _TRANSPOSED:
             result[_TRANSPOSED[key]] = value.T.contiguous()
-        elif not key.endswith(_DERIVED):
+        elif not key.endswith(DERIVED):
             result |= _convert_block(key, value)
     return result
 
@@ -155,13 +146,3 @@ def _convert_block(key: str, value: Tensor) -> State:
             if rest.startswith(old):
                 return {place + new + rest.removeprefix(old): value}
     return {key: value}
-
-
-def _model(record: dict[str, Any], path: Path) -> nn.Module:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CLIPConfig, CLIPModel
-
-    try:
-        return CLIPModel(CLIPConfig.from_dict(record))
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise MargrpoError(f"{path}: no CLIP configuration ({str(error).splitlines()[0]})") from None

@@ -17,6 +17,9 @@ from margrpo.errors import MargrpoError
 
 State = dict[str, Tensor]
 
+DERIVED = ("attn_mask", "position_ids")
+"""Endings of buffers that some files carry: computed, not learned."""
+
 
 def folder(name: str, path: str | None, repository: str, files: Iterable[str]) -> Path:
     """Return the folder with a reward's files: the given one, or a snapshot of a hub repository.
@@ -96,3 +99,36 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise MargrpoError(f"{path}: not a JSON object")
     return record
+
+
+def hf_model(folder: Path, config: str, model: str, ties: Mapping[str, str] | None = None) -> Any:
+    """Return a model of a transformers folder: float32, evaluation mode, no gradients, every tensor loaded.
+
+    Args:
+        config, model: names of the classes in transformers. ties: tensors that files may leave out -> the
+            ones that they equal.
+
+    Raises:
+        MargrpoError: a file is missing, or its tensors are not those of the configuration.
+    """
+    built = build(config, model, read_json(folder / "config.json"), folder / "config.json")
+    path = folder / "model.safetensors"
+    path = path if path.is_file() else folder / "pytorch_model.bin"
+    state = {key: value for key, value in read_state(path).items() if not key.endswith(DERIVED)}
+    for tied, source in (ties or {}).items():
+        if source in state:
+            state.setdefault(tied, state[source])
+    load_strict(built, state, path)
+    return built.float().eval().requires_grad_(False)
+
+
+def build(config: str, model: str, record: Mapping[str, Any], path: Path) -> Any:
+    """Return an unloaded model of transformers for a configuration; `path` is named if that is none."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return getattr(transformers, model)(getattr(transformers, config).from_dict(dict(record)))
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MargrpoError(f"{path}: no {config} ({reason})") from None

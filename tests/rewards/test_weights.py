@@ -161,6 +161,6 @@ def test_folders_without_a_tokenizer_are_one_line(tmp_path):
 def test_a_configuration_that_is_none_is_one_line(tmp_path):
     folder = tiny.clip_hf(tmp_path, seed=1)
     (folder / "config.json").write_text(json.dumps({"vision_config": {"hidden_size": "wide"}}))
-    with pytest.raises(MargrpoError, match="no CLIP configuration") as error:
+    with pytest.raises(MargrpoError, match="no CLIPConfig") as error:
         build("pickscore", folder)
     one_line(error)
