@@ -4,6 +4,7 @@
 from margrpo.rewards import aesthetic as _aesthetic  # noqa: F401
 from margrpo.rewards import blip_vqa as _blip_vqa  # noqa: F401
 from margrpo.rewards import clipscore as _clipscore  # noqa: F401
+from margrpo.rewards import depth as _depth  # noqa: F401
 from margrpo.rewards import hps as _hps  # noqa: F401
 from margrpo.rewards import image_reward as _image_reward  # noqa: F401
 from margrpo.rewards import jpeg_size as _jpeg_size  # noqa: F401

@@ -7,7 +7,7 @@ themselves, so more prompts can score: the values are not comparable with publis
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -141,17 +141,19 @@ class RuleReward:
         return torch.tensor(scores, dtype=torch.float32)
 
 
+def pair(spec: Mapping[str, Any]) -> list[str]:
+    """Return the names to look for of a spec's obj1 and obj2: people are "person"."""
+    nouns: list[str] = [spec["obj1"], spec["obj2"]]
+    return sorted({t2i_spatial.PERSON.get(noun, noun) for noun in nouns})
+
+
 def spatial_2d(detector: Detector) -> RuleReward:
     """Return the released 2D rule; specs need obj1, obj2 and locality."""
-
-    def names(spec: Any) -> list[str]:
-        nouns = (spec["obj1"], spec["obj2"])
-        return sorted({t2i_spatial.PERSON.get(noun, noun) for noun in nouns})
 
     def rule(spec: Any, found: list[Detection]) -> float:
         return t2i_spatial.spatial_2d_released(spec["obj1"], spec["obj2"], spec["locality"], found).score
 
-    return RuleReward(detector, names, rule, ("obj1", "obj2", "locality"), "t2i_spatial.owlv2")
+    return RuleReward(detector, pair, rule, ("obj1", "obj2", "locality"), "t2i_spatial.owlv2")
 
 
 def numeracy(detector: Detector) -> RuleReward:
