@@ -8,6 +8,7 @@ from margrpo.rewards import depth as _depth  # noqa: F401
 from margrpo.rewards import hps as _hps  # noqa: F401
 from margrpo.rewards import image_reward as _image_reward  # noqa: F401
 from margrpo.rewards import jpeg_size as _jpeg_size  # noqa: F401
+from margrpo.rewards import mask2former as _mask2former  # noqa: F401
 from margrpo.rewards import ocr as _ocr  # noqa: F401
 from margrpo.rewards import owlv2 as _owlv2  # noqa: F401
 from margrpo.rewards import pickscore as _pickscore  # noqa: F401

@@ -60,4 +60,17 @@ def _examples(name: str) -> tuple[Tensor, list[str], list[Mapping[str, Any]]]:
     ImageDraw.Draw(sign).text((_SIDE / 2, _SIDE / 2), "HELLO", fill="black", font=font, anchor="mm")
     pictures = [torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in (circle, sign)]
     prompts = ["a red circle on a white background", 'a white sign that says "HELLO"']
-    return torch.stack(pictures).float() / 255, prompts, [{}, {}]
+    return torch.stack(pictures).float() / 255, prompts, [_spec("red circle"), _spec("white sign")]
+
+
+def _spec(thing: str) -> Mapping[str, Any]:
+    """Return what the rules of every benchmark need for a picture of one thing."""
+    return {
+        "noun_phrases": [f"a {thing}"],
+        "objects": [thing],
+        "counts": [1],
+        "obj1": thing,
+        "obj2": thing,
+        "locality": "near",
+        "include": [{"class": "stop sign", "count": 1}],
+    }

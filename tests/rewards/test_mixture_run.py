@@ -15,6 +15,7 @@ from margrpo.checkpoints import save_policy
 from margrpo.errors import TrainingError
 from margrpo.rewards import base, columns
 from margrpo.trainer import train
+from tests.oracles import tiny
 from tests.support import make_config, make_policy, scene_prompts
 
 PROMPTS = {"train": scene_prompts("train", 6), "validation": scene_prompts("validation", 2)}
@@ -67,6 +68,20 @@ def test_both_rewards_have_their_curves_and_the_sum_is_weighted(tmp_path):
         assert float(row["rewards/jpeg_size/std"]) > 0
         assert row["rewards/jpeg_size/failed"] == "0.0"
         assert 0 <= float(row["rewards/scenes/frac_zero_std"]) <= 1
+
+
+def test_a_real_scorer_trains_beside_the_embedded_rule(tmp_path):
+    folder = tiny.hps(tmp_path / "weights")
+    reward = {
+        "weights": {"scenes": 1.0, "hpsv2.1": 2.0},
+        "options": {"hpsv2.1": {"path": str(folder), "batch_size": 4, "normalize": "standard"}},
+    }
+    for row in run(tmp_path, reward):
+        # over the batch the normalised part has mean 0: the sum has the mean of the other part
+        assert float(row["reward"]) == pytest.approx(float(row["rewards/scenes/mean"]), abs=1e-5)
+        assert -1 < float(row["rewards/hpsv2.1/mean"]) < 1
+        assert float(row["rewards/hpsv2.1/std"]) > 0
+        assert row["rewards/hpsv2.1/failed"] == "0.0"
 
 
 def test_a_run_survives_an_exception_and_missing_scores(tmp_path, misbehave):
