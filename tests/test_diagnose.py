@@ -12,7 +12,12 @@ from tests.support import make_config, make_policy, scene_prompts
 
 def test_table_of_gradient_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        rewards._REGISTRY, "brightness", lambda images, prompts, specs: images.mean((1, 2, 3))
+        rewards._REGISTRY,
+        "brightness",
+        rewards.Entry(
+            rewards.Info("brightness", "test", "none"),
+            lambda options: lambda images, prompts, specs: images.mean((1, 2, 3)),
+        ),
     )
     base = tmp_path / "base.safetensors"
     save_policy(make_policy(scale=0.1), base, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,27 @@ class Entry:
 
 
 _REGISTRY: dict[str, Entry] = {}
+_MODULES = {
+    "aesthetic": "aesthetic",
+    "clip_h14": "clipscore",
+    "clip_l14": "clipscore",
+    "clip_t2i": "clipscore",
+    "clipscore": "clipscore",
+    "geneval.mask2former": "mask2former",
+    "geneval_partial.mask2former": "mask2former",
+    "hpsv2": "hps",
+    "hpsv2.1": "hps",
+    "image_reward": "image_reward",
+    "jpeg_size": "jpeg_size",
+    "ocr": "ocr",
+    "ocr_clean": "ocr",
+    "pickscore": "pickscore",
+    "t2i_3d_spatial.owlv2_dpt": "depth",
+    "t2i_attribute.blip": "blip_vqa",
+    "t2i_numeracy.owlv2": "owlv2",
+    "t2i_spatial.owlv2": "owlv2",
+}
+"""Where the rewards of this package register themselves; a module is imported when one of its is asked for."""
 
 
 def register(info: Info) -> Callable[[Build], Build]:
@@ -79,12 +101,14 @@ def register(info: Info) -> Callable[[Build], Build]:
 
 
 def names() -> list[str]:
-    """Return the registered names."""
-    return sorted(_REGISTRY)
+    """Return the names of this package's rewards and of those registered elsewhere."""
+    return sorted({*_REGISTRY, *_MODULES})
 
 
 def entry(name: str) -> Entry:
-    """Return a registered reward; raises ConfigError with the names that are allowed."""
+    """Return a reward; raises ConfigError with the names that are allowed."""
+    if name not in _REGISTRY and name in _MODULES:
+        importlib.import_module(f"margrpo.rewards.{_MODULES[name]}")
     if name not in _REGISTRY:
         raise ConfigError.of(f"reward.weights.{name}", "unknown reward", f"allowed: {', '.join(names())}")
     return _REGISTRY[name]

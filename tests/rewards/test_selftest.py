@@ -6,7 +6,7 @@ import pytest
 
 from margrpo.cli import app, run
 from margrpo.config import RewardOptions
-from margrpo.rewards import names
+from margrpo.rewards import entry, names
 from margrpo.rewards.selftest import selftest
 from tests.oracles import tiny
 
@@ -55,3 +55,8 @@ def test_verify_replays_the_recorded_cases(extra, code, capsys):
     assert run(app, ["verify", "--cases", str(cases), *extra]) == code
     out = capsys.readouterr().out
     assert ('"passed": 207' if extra else "207 passed, 0 failed") in out
+
+
+def test_every_name_leads_to_a_module_that_registers_it():
+    for name in names():
+        assert entry(name).info.name == name
