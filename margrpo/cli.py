@@ -27,7 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.command()(commands.verify)
 app.add_typer(commands.rewards_app, name="rewards")
 
 ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")]
@@ -215,13 +214,27 @@ def diagnose(
 
 @app.command()
 def verify(
-    golden: Annotated[Path, typer.Option("--golden", metavar="DIR", help="Folder of reference vectors.")],
+    golden: Annotated[
+        Path | None, typer.Option("--golden", metavar="DIR", help="Folder of reference vectors.")
+    ] = None,
+    cases: Annotated[
+        Path | None, typer.Option("--cases", metavar="FILE", help="JSON file of recorded scoring cases.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Replay reference vectors of a real model (MAR, Harmon, NOVA); exit 0 only if all are inside tolerance."""
-    from margrpo.golden.runner import verify as replay
+    """Replay reference vectors of a real model (MAR, Harmon, NOVA), or recorded cases of scoring rules.
 
-    code = replay(golden, as_json)
+    Exit 0 only if all are inside tolerance.
+    """
+    if (golden is None) == (cases is None):
+        raise ConfigError.of("verify", "both or none of --golden and --cases", "allowed: one of them")
+    if cases is not None:
+        code = commands.replay_cases(cases, as_json)
+    else:
+        from margrpo.golden.runner import verify as replay
+
+        assert golden is not None  # one of the two is given
+        code = replay(golden, as_json)
     if code:
         raise typer.Exit(code)
 

@@ -103,3 +103,14 @@ def test_crops_equal_those_of_transformers_own_processor():
     for picture, image in zip(tiny.images(), images(), strict=True):
         theirs = processor(images=picture, return_tensors="pt")["pixel_values"]
         assert torch.allclose(crop_center(image, 32, round_up=False), theirs, atol=1e-6)
+
+
+def test_float16_scores_are_close_to_float32(folders):
+    for name, folder in folders.items():
+        rewards = [
+            base.entry(name).build(RewardOptions(path=str(folder), precision=precision))
+            for precision in ("float32", "float16")
+        ]
+        full, half = (reward(images()[1], [tiny.PROMPTS[0]], [{}]) for reward in rewards)
+        assert half.isfinite().all()
+        assert 0 < (full - half).abs().max() < 0.01 * max(1.0, float(full.abs().max()))

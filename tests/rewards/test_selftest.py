@@ -60,3 +60,8 @@ def test_verify_replays_the_recorded_cases(extra, code, capsys):
 def test_every_name_leads_to_a_module_that_registers_it():
     for name in names():
         assert entry(name).info.name == name
+
+
+def test_verify_needs_one_of_its_two_inputs(capsys):
+    assert run(app, ["verify"]) == 2
+    assert "allowed: one of them" in capsys.readouterr().err
