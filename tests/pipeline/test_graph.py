@@ -89,9 +89,9 @@ def test_what_a_change_makes_stale(workspace: Workspace) -> None:
     [
         ("prompts", ["benchmarks.scenes", "prompts"]),
         ("checkpoint", ["base", "checkpoints", "pretrain"]),
-        ("train", ["trainer", "prompts"]),
-        ("evaluate", ["evaluation", "prompts"]),
-        ("evaluate_base", ["evaluation", "prompts"]),
+        ("train", ["trainer", "prompts", "policies.tiny"]),
+        ("evaluate", ["evaluation", "prompts", "policies.tiny"]),
+        ("evaluate_base", ["evaluation", "prompts", "policies.tiny"]),
     ],
 )
 def test_stages_depend_on_the_code_they_run(stage: str, modules: list[str], project_root: Path) -> None:
