@@ -11,9 +11,10 @@ from pathlib import Path
 from margrpo.config import Config
 from margrpo.errors import MargrpoError
 from margrpo.params import load_config
-from pipeline import jobs, paths
+from pipeline import jobs, paths, processes
 from pipeline.graph import read_graph
 from pipeline.progress import duration
+from pipeline.scratch import prepare_workspace, workspace_of
 
 FLUSH_SECONDS = 60.0  # how long the end of a run waits for MLflow
 
@@ -30,19 +31,26 @@ def reproduce(
     if not (project / "dvc.yaml").is_file():
         raise MargrpoError(f"{project}: no dvc.yaml here; run this in the folder of the project")
     os.environ["MARGRPO_HOME"] = str(project)
-    workspace = project
-    if profile is not None or overrides or params.resolve() != (project / paths.PARAMS).resolve():
-        from pipeline.scratch import prepare_workspace
-
-        workspace = prepare_workspace(project, params, overrides, profile)
-        os.environ["MARGRPO_PROFILE"] = workspace.name
-        print(f"margrpo: running in {workspace}; params.yaml, dvc.lock and reports/ stay as they are")
-    if jobs.pending():  # left by an outage or a killed run
-        jobs.ensure_follower()
-    started = time.monotonic()
-    if any(stage.stale for stage in read_graph(workspace)):  # else Prefect has nothing to do
-        _run_flow(project, workspace, workers or len(os.sched_getaffinity(0)))
-    _say_where(config, workspace, time.monotonic() - started)
+    changed = profile is not None or overrides or params.resolve() != (project / paths.PARAMS).resolve()
+    workspace = workspace_of(project, params, overrides, profile) if changed else project
+    lock = paths.state("locks", f"reproduce-{workspace.name if changed else 'project'}.lock")
+    with processes.exclusive(
+        lock, f"another reproduction of {os.path.relpath(workspace)} is running; waiting"
+    ):
+        if changed:
+            prepare_workspace(project, params, overrides, profile)
+            os.environ["MARGRPO_PROFILE"] = workspace.name
+            where = os.path.relpath(workspace)
+            print(
+                f"margrpo: running in {where}; params.yaml, dvc.lock and reports/ stay as they are",
+                flush=True,
+            )
+        if jobs.pending():  # left by an outage or a killed run
+            jobs.ensure_follower()
+        started = time.monotonic()
+        if any(stage.stale for stage in read_graph(workspace)):  # else Prefect has nothing to do
+            _run_flow(project, workspace, workers or len(os.sched_getaffinity(0)))
+        _say_where(config, workspace, time.monotonic() - started)
 
 
 def _run_flow(project: Path, workspace: Path, workers: int) -> None:

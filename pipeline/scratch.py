@@ -18,6 +18,15 @@ from pipeline import paths
 _OWN = ("reports", "artifacts", "dvc.lock", "params.yaml", ".dvc/config.local")
 
 
+def workspace_of(project: Path, params: Path, overrides: Sequence[str], profile: str | None) -> Path:
+    """Return where the scratch clone of a profile or of changed params lies."""
+    custom = [] if params == paths.PARAMS else [str(params.resolve())]
+    changed = [*custom, *overrides]
+    code = hashlib.sha256(json.dumps(changed).encode()).hexdigest()[:8]
+    name = "-".join([profile or "params", *([code] if changed else [])])
+    return project / ".margrpo" / "scratch" / name
+
+
 def prepare_workspace(project: Path, params: Path, overrides: Sequence[str], profile: str | None) -> Path:
     """Return an up-to-date scratch clone of the project with other params, sharing its DVC cache.
 
@@ -27,7 +36,7 @@ def prepare_workspace(project: Path, params: Path, overrides: Sequence[str], pro
         MargrpoError: the project is no git repository.
     """
     content = load_params(params, overrides, profile)
-    workspace = project / ".margrpo" / "scratch" / _name(params, overrides, profile)
+    workspace = workspace_of(project, params, overrides, profile)
     if not (workspace / ".git").is_dir():
         workspace.parent.mkdir(parents=True, exist_ok=True)
         _git(project, "clone", "--quiet", "--shared", "--no-checkout", str(project), str(workspace))
@@ -42,13 +51,6 @@ def prepare_workspace(project: Path, params: Path, overrides: Sequence[str], pro
     cache = f"[cache]\n    dir = {json.dumps(str(_cache(project)))}\n"
     (workspace / ".dvc" / "config.local").write_text(cache, encoding="utf-8")
     return workspace
-
-
-def _name(params: Path, overrides: Sequence[str], profile: str | None) -> str:
-    custom = [] if params == paths.PARAMS else [str(params.resolve())]
-    changed = [*custom, *overrides]
-    code = hashlib.sha256(json.dumps(changed).encode()).hexdigest()[:8]
-    return "-".join([profile or "params", *([code] if changed else [])])
 
 
 def _copy_code(project: Path, workspace: Path) -> None:

@@ -197,6 +197,9 @@ def main(arguments: Sequence[str]) -> int:
     except MargrpoError as error:
         print(f"margrpo: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("margrpo: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -123,6 +123,28 @@ def test_stopping_the_flow_stops_every_process(
             os.kill(left["pid"], signal.SIGKILL)
 
 
+def test_second_reproduction_waits_for_the_first(workspace: Workspace, project_root: Path) -> None:
+    workspace.dvc("repro", "--quiet")  # nothing is left to do: Prefect is not needed
+    workspace.trace()
+    lock = workspace.folder / ".margrpo/locks/reproduce-project.lock"
+    with processes.exclusive(lock):
+        second = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "reproduce"],
+            cwd=workspace.folder,
+            env={**os.environ, "PYTHONPATH": str(project_root)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert second.stderr is not None
+        assert second.stderr.readline() == "margrpo: another reproduction of . is running; waiting\n"
+    output, error = second.communicate(timeout=60)
+    assert second.returncode == 0, error
+    assert output.startswith("margrpo: up to date after ")
+    assert "report   reports/report.html" in output
+    assert workspace.trace() == {}
+
+
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
