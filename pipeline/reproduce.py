@@ -88,7 +88,8 @@ def _say_where(config: Config, workspace: Path, seconds: float) -> None:
     waiting = len(jobs.pending())
     late = f"\n           {waiting} jobs wait for MLflow: .margrpo/tracking/follower.log" if waiting else ""
     store = config.tracking.uri or "sqlite:///mlflow.db"
-    tools = os.path.relpath(Path(sys.executable).parent)
+    tools = Path(sys.executable).parent
+    tools = tools.relative_to(Path.cwd()) if tools.is_relative_to(Path.cwd()) else tools
     folder = os.path.relpath(workspace)
     inside = "" if folder == "." else f" --cd {folder}"
     prefect = "" if "PREFECT_API_URL" in os.environ else "PREFECT_HOME=.margrpo/prefect "
