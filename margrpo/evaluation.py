@@ -233,7 +233,8 @@ def _score(config: Config, images: Tensor, prompts: Sequence[Prompt]) -> tuple[T
     """Return the training mixture and the strict rule [B]; the detector runs once for both."""
     specs = [prompt.spec for prompt in prompts]
     if config.prompts.source != "scenes":
-        mixed = rewards.score(config.reward.weights, images, [prompt.text for prompt in prompts], specs).total
+        texts, reward = [prompt.text for prompt in prompts], config.reward
+        mixed = rewards.score(reward.weights, images, texts, specs, reward.options).total
         return mixed, torch.full_like(mixed, torch.nan)
     rules = scenes.score_all(images, specs)
     weights = dict(config.reward.weights)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """This process among those that `accelerate launch` or `torchrun` started.
+    """This process among those that `accelerate launch` (on GPUs) or `torchrun` (also on CPUs) started.
 
     Args:
         train: the section of the params.
@@ -46,7 +46,8 @@ class Workers:
         if self.count > 1:
             from accelerate import PartialState  # seconds to import
 
-            self.device = PartialState(cpu=train.device == "cpu").device
+            state = PartialState(cpu=train.device == "cpu")
+            self.device = state.device if train.device == "cuda" else self.device
 
     @property
     def main(self) -> bool:

@@ -148,7 +148,7 @@ class MaskedTransformer(nn.Module):
         """Return z [B, L, D] for the encoder's states [B, N_b + n, E] of the known tokens `index` [B, n]."""
         h = self.decoder_embed(states)
         length = self.grid[0] * self.grid[1]
-        image = self.mask_token.expand(len(h), length, -1).scatter(
+        image = self.mask_token.to(h.dtype).expand(len(h), length, -1).scatter(
             1, index[..., None].expand(-1, -1, h.shape[-1]), h[:, self.buffer_rows :]
         )
         h = torch.cat([h[:, : self.buffer_rows], image], dim=1) + self.positions(
