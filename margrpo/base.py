@@ -8,6 +8,7 @@ from typing import Any
 from margrpo import checkpoints, hub
 from margrpo.config import Config
 from margrpo.errors import ConfigError
+from margrpo.policies.base import Policy
 
 
 def write_base(config: Config, out: Path, progress: bool = True) -> str:
@@ -60,6 +61,21 @@ def find_base(config: Config) -> Path:
     if given.sha256 not in (None, digest):
         raise ConfigError.of("checkpoint.sha256", given.sha256, f"allowed: the hash of {found}, {digest}")
     return found
+
+
+def sketch_base(config: Config) -> Policy:
+    """Return the base policy without weights, from config files or a header alone; see `find_base`."""
+    given = config.checkpoint
+    if given.source == "pretrain":
+        from margrpo.policies.tiny import TinyPolicy
+
+        return TinyPolicy(config.pretrain.architecture)
+    if given.source == "hub":
+        return checkpoints.sketch_policy(hub.fetch(given, ["*.json"]))
+    found = checkpoints.SHIPPED if given.path is None else Path(given.path).expanduser()
+    if not found.exists():
+        raise ConfigError.of("checkpoint.path", found, "allowed: an existing checkpoint file or folder")
+    return checkpoints.sketch_policy(found)
 
 
 def base_sha256(config: Config, found: Path) -> str:

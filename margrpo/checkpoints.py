@@ -83,6 +83,18 @@ def load_policy(path: Path) -> Policy:
     return policy
 
 
+def sketch_policy(path: Path) -> Policy:
+    """Return the policy that a file's header or a folder's config files describe, without its weights."""
+    if path.is_dir():
+        from margrpo.policies.families import sketch_released
+
+        return sketch_released(path)
+    header = read_header(path)
+    if header.get("kind") not in _KINDS:
+        raise MargrpoError(f"{path}: policy kind {header.get('kind')!r}; allowed: {', '.join(_KINDS)}")
+    return _policy_class(header["kind"]).from_description(header["description"])
+
+
 def _policy_class(kind: str) -> type[Policy]:
     module, name = _KINDS[kind].rsplit(".", 1)
     policy: type[Policy] = getattr(importlib.import_module(module), name)

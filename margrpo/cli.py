@@ -214,6 +214,27 @@ def diagnose(
 
 
 @app.command()
+def estimate(
+    variant: Annotated[str, typer.Argument(help="A key of `variants`.")],
+    processes: Annotated[int, typer.Option(min=1, max=65_536, help="Processes that share an update.")] = 1,
+    tflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="Sustained TFLOP/s of one device; default a guess.")
+    ] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Estimate memory and time of a run from its params; only config files of the checkpoint are read."""
+    config = load(params, overrides, profile)
+    config.objective_of(variant)
+    from margrpo.base import sketch_base
+    from margrpo.estimate import describe
+    from margrpo.estimate import estimate as compute
+
+    print(describe(compute(config, variant, sketch_base(config), processes, tflops)))
+
+
+@app.command()
 def verify(
     golden: Annotated[
         Path | None, typer.Option("--golden", metavar="DIR", help="Folder of reference vectors.")

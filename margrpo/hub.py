@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -26,8 +26,10 @@ NEEDED = (
 """Names of the files that NOVA, Harmon and MAR read; `*` also stands for folders. No code is among them."""
 
 
-def fetch(given: Checkpoint) -> Path:
+def fetch(given: Checkpoint, only: Sequence[str] | None = None) -> Path:
     """Return the local snapshot of a repository on the hub; what is there already is not fetched again.
+
+    `only`: patterns of names instead of `checkpoint.files` or `NEEDED`.
 
     Interrupted downloads go on where they stopped; with HF_HUB_OFFLINE=1 only the local cache is used.
 
@@ -40,7 +42,7 @@ def fetch(given: Checkpoint) -> Path:
     assert given.revision is not None
     try:
         folder = snapshot_download(
-            given.id, revision=given.revision, allow_patterns=list(given.files or NEEDED)
+            given.id, revision=given.revision, allow_patterns=list(only or given.files or NEEDED)
         )
     except Exception as error:  # the client lets errors of several libraries through
         reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -40,12 +40,16 @@ def main(out: Path, variant: str, micro_batch: int) -> None:
         train={"micro_batch": micro_batch, "updates": 2, "prompts_per_update": 2, "images_per_prompt": 3},
     )
     prompts = {"train": scene_prompts("train", 12), "validation": scene_prompts("validation", 4)}
-    base = out / f"base-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}.safetensors"
+    base = (
+        out / f"base-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}.safetensors"
+    )
     save_policy(make_policy(), base, {})
     updater = Updater(config, variant, 0, base, prompts["train"], prompts["validation"])
     updater.optimizer.step = lambda: None  # type: ignore[method-assign,assignment]
     row, pieces = updater.collect(1)
-    advantages = updater.workers.gather(torch.cat([p.advantage for p in pieces if p.step is p.rollout.steps[0]]))
+    advantages = updater.workers.gather(
+        torch.cat([p.advantage for p in pieces if p.step is p.rollout.steps[0]])
+    )
     row |= updater._step(1, updater.accumulate(pieces))
     gradient = torch.cat([p.grad.flatten() for p in updater.trainable() if p.grad is not None])
     with torch.no_grad():

@@ -67,7 +67,10 @@ def test_the_hash_of_a_folder_is_that_of_sha256sum(folder: Path) -> None:
     ("files", "text"),
     [
         ({"config.json": "0" * 64}, "checkpoint.files.config.json: 000"),
-        ({"config.json": None, "model-2.safetensors": None}, "checkpoint.files: model-2.safetensors; allowed"),
+        (
+            {"config.json": None, "model-2.safetensors": None},
+            "checkpoint.files: model-2.safetensors; allowed",
+        ),
     ],
 )
 def test_listed_files_are_checked(folder: Path, files: Mapping[str, str | None], text: str) -> None:
@@ -133,7 +136,9 @@ def test_a_repository_of_the_hub_becomes_the_base_policy(folder: Path, tmp_path:
     with serve(folder, REPOSITORY) as server:
         server.breaks = "model.safetensors"
         first = fetch(server.url, cache, out)
-        if first.startswith("error"):  # the client gave up on the broken transfer; the next call goes on from it
+        if first.startswith(
+            "error"
+        ):  # the client gave up on the broken transfer; the next call goes on from it
             assert "cannot be fetched" in first
             assert not out.exists()
             first = fetch(server.url, cache, out)

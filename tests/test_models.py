@@ -48,7 +48,7 @@ def updater(family: str, bases: dict[str, Path], variant: str = "frozen_head", *
         sampler={"ar_steps": 4, "denoising_steps": 5},
         reward={"weights": {"jpeg_size": 1.0}},
         objective={"beta": 0.5},
-        **{"train": settings},
+        train=settings,
     )
     return Updater(config, variant, 0, bases[family], prompts(family), prompts(family))
 
@@ -68,7 +68,7 @@ def test_the_reference_of_lora_is_the_base_bit_for_bit(family: str, bases: dict[
         for name, parameter in made.models.trainable().items():
             if ".lora_B." in name:
                 parameter.add_(0.3)  # far from the base
-    row, pieces = made.collect(1)
+    _, pieces = made.collect(1)
     _, base_pieces = other.collect(1)
     assert not torch.equal(pieces[0].rollout.tokens, base_pieces[0].rollout.tokens)
     # the copy scores the states of the adapted policy
@@ -168,7 +168,7 @@ def test_recomputed_blocks_keep_less(bases: dict[str, Path]) -> None:
 def test_bf16_passes_with_wide_transitions(family: str, bases: dict[str, Path]) -> None:
     exact = updater(family, bases, "grpo")
     made = updater(family, bases, "grpo", precision="bf16")
-    row, pieces = made.collect(1)
+    _, pieces = made.collect(1)
     for piece in pieces:
         assert piece.rollout.tokens.dtype == piece.rows.state.dtype == torch.float32
         assert piece.rows.log_prob.dtype == torch.float32

@@ -78,5 +78,5 @@ def test_images_that_do_not_divide_are_refused_before_anything_is_loaded(
 def test_a_missing_gpu_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(ConfigError, match="train.device: cuda; allowed: cpu"):
+    with pytest.raises(ConfigError, match=r"train\.device: cuda; allowed: cpu"):
         Workers(make_config(train={"device": "cuda"}).train)

@@ -11,7 +11,7 @@ import torch
 from ruamel.yaml import YAML
 
 from margrpo.base import base_sha256
-from margrpo.checkpoints import load_policy
+from margrpo.checkpoints import load_policy, sha256
 from margrpo.golden.companions import complete_folder
 from margrpo.params import build_config, load_params, overlay
 from tests.pipeline.test_end_to_end import clone, run
@@ -25,14 +25,13 @@ TEXTS = {
 }
 
 
-def write_params(project: Path, family: str, presets: list[str] | None, folder: Path, prompts: Path) -> Path:
-    """Write a params file of the smallest sizes for a family's checkpoint."""
+def write_params(project: Path, presets: list[str], folder: Path, prompts: Path) -> None:
+    """Replace the params of a clone by the smallest sizes for a checkpoint."""
     original = load_params(project / "params.yaml")
-    chosen = presets or list(original["variants"])
     changes = {
-        "study": {"runs": {f"{name}-0": {"variant": name, "seed": 0} for name in chosen}},
+        "study": {"runs": {f"{name}-0": {"variant": name, "seed": 0} for name in presets}},
         "checkpoint": {"source": "path", "path": str(folder)},
-        "prompts": {"source": "path", "path": str(prompts)},
+        "prompts": {"source": "path", "path": str(prompts), "sha256": sha256(prompts)},
         "sampler": {"ar_steps": 4, "denoising_steps": 5},
         "train": {
             "updates": 2,
@@ -52,10 +51,8 @@ def write_params(project: Path, family: str, presets: list[str] | None, folder: 
     params = overlay(original, changes)
     params.pop("profiles")
     params["checkpoint"]["sha256"] = base_sha256(build_config(params), folder)
-    file = project.parent / f"{family}.yaml"
-    with open(file, "w") as stream:
+    with open(project / "params.yaml", "w") as stream:
         YAML().dump(params, stream)
-    return file
 
 
 @pytest.mark.parametrize(
@@ -78,29 +75,27 @@ def test_from_a_released_checkpoint_to_the_report(
         trainable_folder(family, folder)
     prompts = tmp_path / "prompts"
     prompts.mkdir()
-    for split, texts in (("train", TEXTS[family]), ("validation", TEXTS[family][:2]), ("test", TEXTS[family][2:])):
+    for split, texts in (
+        ("train", TEXTS[family]),
+        ("validation", TEXTS[family][:2]),
+        ("test", TEXTS[family][2:]),
+    ):
         (prompts / f"{split}.txt").write_text("\n".join(texts) + "\n")
-    params = write_params(project, family, PRESETS[presets], folder, prompts)
-    missing = run_failing(project, params)
-    digest = missing.split("the folder's hash, ")[1][:64]
-    params.write_text(params.read_text().replace("path: " + str(prompts), f"path: {prompts}\n  sha256: {digest}"))
-
-    printed = run(project, "-m", "pipeline", "reproduce", "--params", str(params))
-
-    report = Path(printed.split("report   ")[1].split("\n")[0])
-    workspace = report.parents[1]
-    assert family in json.loads((workspace / "artifacts/base/policy.json").read_text())["header"]["kind"]
-    base = load_policy(workspace / "artifacts/base/policy.safetensors")
-    results = pd.read_csv(workspace / "reports/results.csv")
     names = PRESETS[presets] or list(load_params(project / "params.yaml")["variants"])
+    write_params(project, names, folder, prompts)
+    run(project, "-m", "dvc", "repro")
+
+    assert family in json.loads((project / "artifacts/base/policy.json").read_text())["header"]["kind"]
+    base = load_policy(project / "artifacts/base/policy.safetensors")
+    results = pd.read_csv(project / "reports/results.csv")
     assert set(results["run"]) == {"base", *(f"{name}-0" for name in names)}
     for name in names:
-        logged = pd.read_csv(workspace / f"reports/runs/{name}-0/metrics.csv")
+        logged = pd.read_csv(project / f"reports/runs/{name}-0/metrics.csv")
         assert len(logged) == 2
         assert (logged["reward_std"] > 0).all()
         assert (logged["grad_norm"] > 0).all()
         assert (logged["rewards/jpeg_size/mean"] < 0).all()
-        trained = load_policy(workspace / f"artifacts/runs/{name}-0/last.safetensors")
+        trained = load_policy(project / f"artifacts/runs/{name}-0/last.safetensors")
         before, after = base.state_dict(), trained.state_dict()
         changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
         ids = {id(p): key for key, p in trained.named_parameters()}
@@ -109,16 +104,9 @@ def test_from_a_released_checkpoint_to_the_report(
         assert changed & backbone
         assert bool(changed & head) == (name == "grpo")
         assert changed <= backbone | head
-        measured = json.loads((workspace / f"reports/evaluation/{name}-0/metrics.json").read_text())
+        measured = json.loads((project / f"reports/evaluation/{name}-0/metrics.json").read_text())
         assert measured["last"]["sde"]["reward"] < 0
         assert measured["last"]["kl_to_base"] > 0
         assert "strict" not in measured["last"]["sde"]
-    assert "jpeg_size" in report.read_text()
-    assert "up to date" in run(project, "-m", "pipeline", "reproduce", "--params", str(params))
-
-
-def run_failing(project: Path, params: Path) -> str:
-    """Return what is printed about prompts whose hash the params do not give."""
-    with pytest.raises(AssertionError) as caught:
-        run(project, "-m", "pipeline", "reproduce", "--params", str(params))
-    return str(caught.value)
+    assert "jpeg_size" in (project / "reports/report.html").read_text()
+    assert "up to date" in run(project, "-m", "dvc", "repro")
