@@ -9,6 +9,7 @@ import torch
 
 from margrpo.base import sketch_base
 from margrpo.checkpoints import load_policy, save_policy
+from margrpo.cli import app, run
 from margrpo.config import Config
 from margrpo.estimate import count_work, estimate
 from margrpo.golden.companions import complete_folder
@@ -153,3 +154,16 @@ def test_activations_are_near_what_autograd_keeps(tmp_path: Path) -> None:
         most = max(most, sum(kept.values()))
     expected = estimate(config, "frozen_head", updater.policy, 1, None).memory["activations"]
     assert 0.5 < expected / most < 2
+
+
+def test_the_command_reads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"type": "mar_huge"}))
+    given = ["checkpoint.source=path", f"checkpoint.path={tmp_path}", "sampler.ar_steps=64"]
+    settings = [part for item in given for part in ("--set", item)]
+    assert run(app, ["estimate", "grpo", "--params", str(PARAMS), "--tflops", "1", *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "memory per process" in printed
+    assert "TFLOP per update" in printed
+    (tmp_path / "config.json").write_text(json.dumps({"type": "mar_hug"}))
+    assert run(app, ["estimate", "grpo", "--params", str(PARAMS), *settings]) == 2
+    assert "type 'mar_hug'; allowed: mar_base, mar_large, mar_huge" in capsys.readouterr().err
