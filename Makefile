@@ -33,7 +33,7 @@ types: $(VENV)/stamp
 	$(BIN)/mypy
 
 unit: $(VENV)/stamp
-	$(BIN)/pytest -q -n 2 --dist loadfile -m 'not e2e'
+	$(BIN)/pytest -q -n 2 --dist loadfile -m 'not e2e and not slow'
 
 e2e: $(VENV)/stamp
 	$(BIN)/pytest -q -m e2e

@@ -32,10 +32,13 @@ _KINDS = {
 }
 
 
-def save_policy(policy: Policy, path: Path, provenance: Mapping[str, Any]) -> str:
+def save_policy(
+    policy: Policy, path: Path, provenance: Mapping[str, Any], weights: Mapping[str, Tensor] | None = None
+) -> str:
     """Write a policy and return the sha256 of the file; equal contents give equal bytes.
 
-    `provenance`: JSON data about the origin of the weights, kept in the header.
+    `provenance`: JSON data about the origin of the weights, kept in the header. `weights`: a state dict to write
+    instead of the policy's own.
 
     Raises MargrpoError if the file cannot be written or the kind of policy has no checkpoint format.
     """
@@ -43,7 +46,7 @@ def save_policy(policy: Policy, path: Path, provenance: Mapping[str, Any]) -> st
         kind = type(policy).__name__
         raise MargrpoError(f"policy {kind} has no checkpoint format; allowed: {', '.join(_KINDS)}")
     header = {"kind": policy.kind, "description": policy.describe(), "provenance": dict(provenance)}
-    return _write(path, "policy", policy.state_dict(), header)
+    return _write(path, "policy", policy.state_dict() if weights is None else weights, header)
 
 
 def load_policy(path: Path) -> Policy:
@@ -80,6 +83,18 @@ def load_policy(path: Path) -> Policy:
     return policy
 
 
+def sketch_policy(path: Path) -> Policy:
+    """Return the policy that a file's header or a folder's config files describe, without its weights."""
+    if path.is_dir():
+        from margrpo.policies.families import sketch_released
+
+        return sketch_released(path)
+    header = read_header(path)
+    if header.get("kind") not in _KINDS:
+        raise MargrpoError(f"{path}: policy kind {header.get('kind')!r}; allowed: {', '.join(_KINDS)}")
+    return _policy_class(header["kind"]).from_description(header["description"])
+
+
 def _policy_class(kind: str) -> type[Policy]:
     module, name = _KINDS[kind].rsplit(".", 1)
     policy: type[Policy] = getattr(importlib.import_module(module), name)
@@ -102,12 +117,21 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file in hex; raises MargrpoError if it cannot be read."""
+    """Return the hash of a file in hex, of a folder as `tree_sha256` does; MargrpoError if it cannot be read."""
+    if path.is_dir():
+        names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+        return tree_sha256({name: sha256(path / name) for name in names})
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def tree_sha256(hashes: Mapping[str, str]) -> str:
+    """Return the hash of the list of hashes by file name: `sha256sum NAME.. | sha256sum`, names sorted."""
+    listed = "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
+    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 def write_atomic(path: Path, data: bytes) -> None:

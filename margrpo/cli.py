@@ -17,7 +17,6 @@ from margrpo.errors import ConfigError, MargrpoError
 
 if TYPE_CHECKING:
     from margrpo.config import Config
-    from margrpo.prompts import Prompt
 
 app = typer.Typer(
     name="margrpo",
@@ -105,10 +104,11 @@ def train(
     _use_one_thread()
     from margrpo import rewards, trainer
     from margrpo.base import find_base
+    from margrpo.prompts import load_splits
 
     rewards.check(config.reward.weights, config.reward.options)
     folder = out or Path("artifacts/manual") / f"{variant}-{seed}"
-    prompts = {split: _prompts(split) for split in ("train", "validation")}
+    prompts = load_splits(config.prompts)
     result = trainer.train(config, variant, seed, find_base(config), prompts, out=folder, logs=folder)
     print(f"{folder} last.safetensors sha256 {result.last_sha256}")
 
@@ -126,11 +126,11 @@ def evaluate(
     _use_one_thread()
     from margrpo import evaluation, rewards
     from margrpo.base import find_base
-    from margrpo.checkpoints import load_policy
+    from margrpo.prompts import load_splits
 
     rewards.check(config.reward.weights)
-    load_policy(checkpoint)
-    evaluation.evaluate(config, {"last": checkpoint}, find_base(config), out, _prompts("test"))
+    test = load_splits(config.prompts)["test"]
+    evaluation.evaluate(config, {"last": checkpoint}, find_base(config), out, test)
     print(out)
 
 
@@ -196,8 +196,9 @@ def diagnose(
     from margrpo.base import find_base
     from margrpo.checkpoints import write_atomic
     from margrpo.diagnose import diagnose as measure
+    from margrpo.prompts import load_splits
 
-    prompts = {split: _prompts(split) for split in ("train", "validation")}
+    prompts = load_splits(config.prompts)
     table = measure(
         config,
         chosen,
@@ -210,6 +211,27 @@ def diagnose(
     print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
     if out is not None:
         write_atomic(out, table.to_csv(index=False).encode())
+
+
+@app.command()
+def estimate(
+    variant: Annotated[str, typer.Argument(help="A key of `variants`.")],
+    processes: Annotated[int, typer.Option(min=1, max=65_536, help="Processes that share an update.")] = 1,
+    tflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="Sustained TFLOP/s of one device; default a guess.")
+    ] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Estimate memory and time of a run from its params; only config files of the checkpoint are read."""
+    config = load(params, overrides, profile)
+    config.objective_of(variant)
+    from margrpo.base import sketch_base
+    from margrpo.estimate import describe
+    from margrpo.estimate import estimate as compute
+
+    print(describe(compute(config, variant, sketch_base(config), processes, tflops)))
 
 
 @app.command()
@@ -243,10 +265,3 @@ def _use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def _prompts(split: str) -> list[Prompt]:
-    from margrpo.benchmarks.scenes import load_split
-    from margrpo.prompts import Prompt
-
-    return [Prompt(p.text, p.category, p.spec, p.seen) for p in load_split(split)]

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from margrpo.sources import Checkpoint, Prompts
 from margrpo.switches import Guidance, Objective, Section
 
 __all__ = ["Config", "Guidance", "Objective", "Sampler", "Section"]
@@ -57,23 +58,14 @@ class Pretrain(Section):
     architecture: Architecture = Architecture()
 
 
-class Checkpoint(Section):
-    """Where the base policy comes from."""
+class Lora(Section):
+    """Low-rank adapters on the linear layers that learn, instead of the layers themselves."""
 
-    source: Literal["shipped", "pretrain", "path"] = Field("shipped", description="origin of the base policy")
-    path: str | None = Field(None, min_length=1, description="checkpoint file, with source path")
-    sha256: str | None = Field(
-        None, pattern=r"^[0-9a-f]{64}$", description="expected hash of the file at path"
+    rank: int = Field(32, ge=1, le=4096, description="rank of an adapter")
+    alpha: int = Field(64, ge=1, le=1_000_000, description="an adapter counts alpha / rank")
+    targets: list[str] | None = Field(
+        None, min_length=1, description="ends of the names of layers that get one; null = every linear layer"
     )
-
-    @model_validator(mode="after")
-    def path_matches_source(self) -> Checkpoint:
-        """A path belongs to source `path` and to nothing else."""
-        if self.source == "path" and self.path is None:
-            raise ValueError("path\0None\0a checkpoint file with source path")
-        if self.source != "path" and self.path is not None:
-            raise ValueError(f"path\0{self.path}\0null unless source is path")
-        return self
 
 
 class Train(Section):
@@ -91,7 +83,20 @@ class Train(Section):
     learning_rate: float = Field(4.0e-4, gt=0.0, le=1.0, description="AdamW")
     weight_decay: float = Field(0.0, ge=0.0, le=1.0, description="AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, le=1.0e6, description="gradient norm clipping")
-    micro_batch: int | None = Field(None, ge=1, description="images per backward pass; null = all")
+    micro_batch: int | None = Field(
+        None, ge=1, description="images of a process in one rollout and backward pass; null = all"
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the policy is trained")
+    precision: Literal["float32", "bf16"] = Field(
+        "float32", description="of matrix products; weights, transitions and log-probs are float32"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute blocks in the backward pass: less memory, the same gradient"
+    )
+    offload_reference: bool = Field(
+        False, description="keep the reference on the CPU while it is not needed; not with lora"
+    )
+    lora: Lora | None = Field(None, description="train adapters; the reference is the policy without them")
     validation_every: int = Field(10, ge=1, le=1_000_000, description="updates between validations")
     validation_images: int = Field(128, ge=2, le=100_000, description="images of one validation (SDE)")
     checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="updates between resume states")
@@ -100,8 +105,10 @@ class Train(Section):
     )
 
     @model_validator(mode="after")
-    def milestone_is_reached(self) -> Train:
-        """A milestone after the last update would never be written."""
+    def settings_have_an_effect(self) -> Train:
+        """Refuse a milestone after the last update, and offloading a reference that LoRA does without."""
+        if self.offload_reference and self.lora is not None:
+            raise ValueError("offload_reference\0True\0false with lora (there is no second copy)")
         if self.milestone is not None and self.milestone > self.updates:
             raise ValueError(f"milestone\0{self.milestone}\0null or 1..updates ({self.updates})")
         return self
@@ -161,6 +168,7 @@ class Evaluation(Section):
         ["ode", "sde"], min_length=1, description="how images are drawn"
     )
     guidance: float = Field(1.0, ge=1.0, le=50.0, description="CFG scale of the evaluation")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where policies are evaluated")
     kl_prompts: int = Field(
         32, ge=1, le=10_000, description="prompts of the common state set for the KL to the base"
     )
@@ -216,6 +224,7 @@ class Config(Section):
 
     study: Study
     checkpoint: Checkpoint = Checkpoint()
+    prompts: Prompts = Prompts()
     pretrain: Pretrain = Pretrain()
     sampler: Sampler = Sampler()
     train: Train = Train()

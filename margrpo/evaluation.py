@@ -21,7 +21,7 @@ from margrpo.config import Config
 from margrpo.grids import grid_png, spread
 from margrpo.metrics.diversity import high_frequency_energy, pairwise_distance, vendi_images
 from margrpo.policies.base import Policy
-from margrpo.prompts import Prompt
+from margrpo.prompts import Prompt, load_splits
 from margrpo.rollout import RecordedStep, Recording, generate, guided_head, take
 from margrpo.seeds import derive
 
@@ -32,7 +32,8 @@ class Scored:
 
     Attributes:
         images: [P, n, 3, H, W] in [0, 1].
-        reward, strict: [P, n]; the training mixture, and the strict rule of the benchmark (0 or 1).
+        reward, strict: [P, n]; the training mixture, and the strict rule of the benchmark (0 or 1; NaN for
+            prompts that are not of the embedded world).
     """
 
     images: Tensor
@@ -57,10 +58,10 @@ def evaluate(
         policies: label ("last", "best", "milestone") -> checkpoint; `last` is needed.
         base: the base policy, for the KL on states of its own SDE rollouts.
         out: folder to write.
-        prompts: the test prompts; None reads the benchmark's.
+        prompts: the test prompts; None reads those of the section `prompts`.
     """
     if prompts is None:
-        prompts = [Prompt(p.text, p.category, p.spec, p.seen) for p in scenes.load_split("test")]
+        prompts = load_splits(config.prompts)["test"]
     prompts = choose(prompts, config.evaluation.prompts)
     samplers = config.evaluation.samplers
     primary = "sde" if "sde" in samplers else samplers[0]
@@ -92,7 +93,7 @@ def evaluate(
 
 def load(path: Path, config: Config) -> Policy:
     """Return a policy that is ready to sample."""
-    policy = load_policy(path).eval()
+    policy = load_policy(path).eval().to(config.evaluation.device)
     policy.configure(config.sampler)
     return policy
 
@@ -150,7 +151,8 @@ def summarize(prompts: Sequence[Prompt], scored: Scored, full: bool) -> dict[str
         groups[f"reward_{category}"] = [prompt.category == category for prompt in prompts]
     result = {name: float(by_prompt[torch.tensor(mask)].mean()) for name, mask in groups.items() if any(mask)}
     if full:
-        result["strict"] = float(scored.strict.double().mean())
+        if not scored.strict.isnan().any():
+            result["strict"] = float(scored.strict.double().mean())
         result["diversity"] = float(_diversity(scored).mean())
         result["vendi"] = sum(vendi_images(images) for images in scored.images) / len(prompts)
         result["high_frequency"] = float(high_frequency_energy(scored.images.flatten(0, 1)).mean())
@@ -230,6 +232,10 @@ def _rows(values: Tensor | None) -> Tensor | None:
 def _score(config: Config, images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Return the training mixture and the strict rule [B]; the detector runs once for both."""
     specs = [prompt.spec for prompt in prompts]
+    if config.prompts.source != "scenes":
+        texts, reward = [prompt.text for prompt in prompts], config.reward
+        mixed = rewards.score(reward.weights, images, texts, specs, reward.options).total
+        return mixed, torch.full_like(mixed, torch.nan)
     rules = scenes.score_all(images, specs)
     weights = dict(config.reward.weights)
     total = weights.pop("scenes", 0.0) * rules["geneval_partial_clean"]

@@ -11,13 +11,19 @@ from margrpo.checkpoints import write_atomic
 
 
 class RowFile:
-    """A CSV file that grows by one flushed row at a time; floats keep all digits, NaN and None are empty."""
+    """A CSV file that grows by one flushed row at a time; floats keep all digits, NaN and None are empty.
 
-    def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, float]] = ()) -> None:
+    With path None the rows are kept in memory alone.
+    """
+
+    def __init__(
+        self, path: Path | None, columns: Sequence[str], rows: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         self.path = path
         self.columns = list(columns)
         self.rows: list[dict[str, float]] = []
-        write_atomic(path, (",".join(self.columns) + "\n").encode())
+        if path is not None:
+            write_atomic(path, (",".join(self.columns) + "\n").encode())
         for row in rows:
             self.append(row)
 
@@ -28,6 +34,8 @@ class RowFile:
             raise ValueError(f"columns {sorted(unknown)} are not declared in {self.path}")
         finite = {key: value for key, value in row.items() if math.isfinite(value)}
         self.rows.append(finite)
+        if self.path is None:
+            return
         with open(self.path, "a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(
                 {key: repr(value) for key, value in finite.items()}

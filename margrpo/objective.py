@@ -117,9 +117,28 @@ class Terms:
     units: int
 
 
+def anchor_of(
+    reference: Policy,
+    objective: Objective,
+    rollout: Rollout,
+    step: RecordedStep,
+    rows: Rows,
+    prefills: Prefills | None = None,
+) -> Gaussian | None:
+    """Return the reference's transitions at the rows of the KL term, None if there is no such term.
+
+    They are the same in every inner epoch.
+    """
+    scored = len(rows.kl_weight)
+    if objective.beta == 0 or not scored:
+        return None
+    with torch.no_grad():
+        return _score(reference, objective, rollout, step, rows, scored, prefills)
+
+
 def step_terms(
     policy: Policy,
-    reference: Policy,
+    reference: Policy | Gaussian | None,
     objective: Objective,
     rollout: Rollout,
     step: RecordedStep,
@@ -133,6 +152,7 @@ def step_terms(
     """Return the contribution of one recorded AR step to the loss.
 
     Args:
+        reference: the base policy, or what `anchor_of` returned.
         rows: the transitions to score. keep: bool [B, n], tokens in the policy term. advantage: [B].
         old_log_prob: [M], log-probs before the first inner epoch; None on that epoch, where the ratio is 1.
         prefills: shared by the AR steps of a micro-batch, whose gradient then needs its `backward`; None: this
@@ -155,9 +175,10 @@ def step_terms(
 
     kl_sum = policy_sum.new_zeros(())
     scored = len(rows.kl_weight)
-    if objective.beta > 0 and scored:
-        with torch.no_grad():
-            anchor = _score(reference, objective, rollout, step, rows, scored, prefills)
+    anchor = reference
+    if isinstance(anchor, Policy):
+        anchor = anchor_of(anchor, objective, rollout, step, rows, prefills)
+    if objective.beta > 0 and anchor is not None:
         head = Gaussian(kernel.mean[:scored], kernel.std[:scored])
         target = Gaussian(rows.target.mean[:scored], rows.target.std[:scored])
         kl_sum = (kl_divergence(objective.kl, head, anchor, target) * rows.kl_weight).sum()

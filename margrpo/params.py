@@ -15,6 +15,7 @@ from ruamel.yaml.error import YAMLError
 from margrpo.config import Config, Objective
 from margrpo.errors import ConfigError
 
+_WHOLE = ("runs", "weights")  # mappings of which a profile gives the whole
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 
 
@@ -101,10 +102,10 @@ def build_objective(config: Config, variant: str) -> Objective:
 
 
 def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `changes` on top: mappings merge, `runs` and everything else replaces."""
+    """Return `base` with `changes` on top: mappings merge; runs, reward weights and everything else replace."""
     result = dict(base)
     for key, value in changes.items():
-        merges = isinstance(value, Mapping) and isinstance(result.get(key), Mapping) and key != "runs"
+        merges = isinstance(value, Mapping) and isinstance(result.get(key), Mapping) and key not in _WHOLE
         result[key] = overlay(result[key], value) if merges else value
     return result
 

@@ -1,14 +1,18 @@
-"""Prompt files: one JSON object per line with text, category, spec (what a reward's rule needs) and seen."""
+"""Prompt files: one JSON object per line with text, category, spec (what a reward's rule needs) and seen.
+
+A user's own folder may hold plain text instead, a prompt per line, and leave out all but the text.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from margrpo.errors import ConfigError
+from margrpo.sources import Prompts
 
 SPLITS = ("train", "validation", "test")
 
@@ -48,11 +52,60 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     if not path.is_file():
         raise ConfigError.of("prompts", path, "allowed: an existing prompt file (run `dvc repro prompts`)")
+    return _parse(path, {})
+
+
+def load_splits(source: Prompts) -> dict[str, list[Prompt]]:
+    """Return the prompts of all splits, as the section `prompts` of the params says.
+
+    In a folder a prompt without `seen` counts as seen if it is one of the training prompts.
+
+    Raises:
+        ConfigError: a split is missing, empty or has a line that is not a prompt; a test prompt validates.
+    """
+    if source.path is None:
+        from margrpo.benchmarks.scenes import load_split
+
+        return {
+            split: [Prompt(p.text, p.category, p.spec, p.seen) for p in load_split(split)] for split in SPLITS
+        }
+    files = split_files(Path(source.path).expanduser())
+    defaults: dict[str, Any] = {"category": "prompts", "spec": {}, "seen": None}
+    found = {split: _parse(file, defaults) for split, file in files.items()}
+    shown = {prompt.text for prompt in found["train"]}
+    both = {p.text for p in found["validation"]} & {p.text for p in found["test"]}
+    if both:
+        raise ConfigError.of("prompts.path", min(both), "allowed: prompts of either validation or test")
+    return {
+        split: [replace(p, seen=p.text in shown if p.seen is None else bool(p.seen)) for p in prompts]
+        for split, prompts in found.items()
+    }
+
+
+def split_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each split in a folder; ConfigError unless there is exactly one of each."""
+    files = {}
+    for split in SPLITS:
+        given = [file for kind in ("txt", "jsonl") if (file := folder / f"{split}.{kind}").is_file()]
+        if len(given) != 1:
+            found = " and ".join(file.name for file in given) or f"no {split}"
+            allowed = f"allowed: a folder with one of {split}.txt and {split}.jsonl"
+            raise ConfigError.of("prompts.path", f"{folder} with {found}", allowed)
+        files[split] = given[0]
+    return files
+
+
+def _parse(path: Path, defaults: Mapping[str, Any]) -> list[Prompt]:
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if path.suffix == ".txt" and not line.strip():
+            continue
         try:
-            record = json.loads(line)
-            prompts.append(Prompt(record["text"], record["category"], record["spec"], bool(record["seen"])))
+            given = {"text": line.strip()} if path.suffix == ".txt" else json.loads(line)
+            record = {**defaults, **given}
+            if not isinstance(record["text"], str) or not record["text"].strip():
+                raise ValueError("text is empty or no text")
+            prompts.append(Prompt(record["text"], record["category"], record["spec"], record["seen"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError.of(
                 "prompts", f"{path} line {number}", f"allowed: a JSON prompt ({error!r})"

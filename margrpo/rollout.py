@@ -128,11 +128,14 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 def guided_head(
     policy: Policy, x: Tensor, step: Tensor | int, z: Tensor, null_z: Tensor | None, scale: float
 ) -> Tensor:
-    """Return the head's output [M, C or 2C] for states x [M, C] at `step`, guided where null_z is given."""
+    """Return the head's output [M, C or 2C], at least float32, for states x [M, C] at `step`.
+
+    It is guided where null_z is given.
+    """
     times = policy.transition.times.to(x.device)[step].expand(len(x))
     if null_z is None:
-        return policy.head(x, times, z)
-    both = policy.head(torch.cat([x, x]), torch.cat([times, times]), torch.cat([z, null_z]))
+        return _wide(policy.head(x, times, z))
+    both = _wide(policy.head(torch.cat([x, x]), torch.cat([times, times]), torch.cat([z, null_z])))
     conditional, null = both.chunk(2)
     return policy.transition.guide(conditional, null, scale)
 
@@ -250,6 +253,11 @@ def _put(values: Tensor | None, index: Tensor, update: Tensor) -> Tensor:
     """Return values [B, L, C] with values[b, index[b, j]] = update[b, j]; the input is not changed."""
     assert values is not None
     return values.scatter(1, index[..., None].expand_as(update), update)
+
+
+def _wide(output: Tensor) -> Tensor:
+    """Return the output in float32 or wider: transitions and log-probs are never computed in 16 bit."""
+    return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def _optional(values: Tensor | None, images: slice) -> Tensor | None:

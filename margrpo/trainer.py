@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,16 +84,16 @@ class _Loop:
             rows = self._restore(resume)
         self.core_offset = rows["timing"][-1]["core_s"] if rows["timing"] else 0.0
         self.wall_offset = rows["timing"][-1]["wall_s"] if rows["timing"] else 0.0
-        logs.mkdir(parents=True, exist_ok=True)
         columns = metric_columns(rewards.columns(list(updater.config.reward.weights)))
-        self.metrics = RowFile(logs / "metrics.csv", columns, rows["metrics"])
-        self.timing = RowFile(logs / "timing.csv", TIMING, rows["timing"])
+        folder = logs if updater.workers.main else None  # other processes of a distributed run only compute
+        self.metrics = RowFile(folder and folder / "metrics.csv", columns, rows["metrics"])
+        self.timing = RowFile(folder and folder / "timing.csv", TIMING, rows["timing"])
 
     def run(self, out: Path, progress: bool) -> TrainResult:
         updater, train = self.updater, self.updater.config.train
         core, wall = time.process_time(), time.perf_counter()
         name = f"{updater.variant}-{updater.seed}"
-        with _Progress(name, train.updates, self.done, progress) as bar:
+        with _Progress(name, train.updates, self.done, progress and updater.workers.main) as bar:
             for update in range(self.done + 1, train.updates + 1):
                 row = self._update(update)
                 self.metrics.append(row)
@@ -108,9 +109,8 @@ class _Loop:
                 self.done = update
                 self._watch(row)
                 bar.show(update, row)
-                if self.resume is not None and (
-                    update % train.checkpoint_every == 0 or update == train.updates
-                ):
+                saves = update % train.checkpoint_every == 0 or update == train.updates
+                if self.resume is not None and saves and updater.workers.main:
                     self._save(self.resume)
         return self._finish(out, name)
 
@@ -126,9 +126,9 @@ class _Loop:
             reward = row["validation/reward"] = self.updater.validate()
             if reward > self.best["reward"]:
                 self.best = {"update": update, "reward": reward}
-                self.snapshots["best"] = self._weights()
+                self.snapshots["best"] = self.updater.models.weights()
         if update == train.milestone:
-            self.snapshots["milestone"] = self._weights()
+            self.snapshots["milestone"] = self.updater.models.weights()
         return row
 
     def _watch(self, row: Mapping[str, float]) -> None:
@@ -149,14 +149,15 @@ class _Loop:
 
     def _finish(self, out: Path, name: str) -> TrainResult:
         updater = self.updater
-        weights = {"last": self._weights(), "milestone": self._weights(), **self.snapshots}
+        now = updater.models.weights()
+        weights = {"last": now, "milestone": now, **self.snapshots}
         hashes = {}
         provenance = {"run": name, "base_sha256": updater.base_sha256, "updates": self.done}
         for snapshot in SNAPSHOTS:
-            updater.policy.load_state_dict(weights[snapshot])
-            hashes[snapshot] = save_policy(
-                updater.policy, out / f"{snapshot}.safetensors", provenance | {"snapshot": snapshot}
-            )
+            updater.models.set_weights(weights[snapshot])
+            file, facts = out / f"{snapshot}.safetensors", provenance | {"snapshot": snapshot}
+            export = partial(save_policy, updater.policy, file, facts, updater.models.export())
+            hashes[snapshot] = updater.workers.on_main(export)
         result = TrainResult(
             run=name,
             variant=updater.variant,
@@ -168,13 +169,11 @@ class _Loop:
             best_update=int(self.best["update"]),
             best_validation_reward=self.best["reward"],
         )
-        write_atomic(self.logs / "summary.json", (json.dumps(asdict(result), indent=2) + "\n").encode())
-        if self.resume is not None:
-            self.resume.unlink(missing_ok=True)
+        if updater.workers.main:
+            write_atomic(self.logs / "summary.json", (json.dumps(asdict(result), indent=2) + "\n").encode())
+            if self.resume is not None:
+                self.resume.unlink(missing_ok=True)
         return result
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self.updater.policy.state_dict().items()}
 
     def _last_good(self) -> str:
         if self.resume is None or not self.resume.is_file():
@@ -183,7 +182,7 @@ class _Loop:
         return f"the last good state is {self.resume} (update {meta['done']})"
 
     def _save(self, path: Path) -> None:
-        tensors = {f"policy/{name}": value for name, value in self._weights().items()}
+        tensors = {f"policy/{name}": value for name, value in self.updater.models.weights().items()}
         for label, weights in self.snapshots.items():
             tensors |= {f"snapshot/{label}/{name}": value for name, value in weights.items()}
         for index, state in self.updater.optimizer.state_dict()["state"].items():
@@ -211,9 +210,10 @@ class _Loop:
             else:
                 moments.setdefault(int(label), {})[name] = value
         optimizer = self.updater.optimizer.state_dict()
-        if len(moments) != len(optimizer["param_groups"][0]["params"]):
+        names = self.updater.models.trainable().keys()
+        if policy.keys() != names or len(moments) != len(names):
             raise MargrpoError(f"{path}: resume state of another run; remove the file to start anew")
-        self.updater.policy.load_state_dict(policy)
+        self.updater.models.set_weights(policy)
         self.updater.optimizer.load_state_dict({**optimizer, "state": moments})
         self.done, self.flat = meta["done"], meta["flat"]
         self.best = meta["best"] or self.best

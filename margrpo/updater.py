@@ -1,10 +1,12 @@
-"""One update: draw prompts and steps, roll out, score, advantage, gradient, optimizer step; validation."""
+"""One update: draw prompts and steps, roll out, score, advantage, gradient, optimizer step; validation.
+
+In a distributed run every process does this with its share of the images.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,36 +14,18 @@ from torch import Tensor, nn
 
 from margrpo import objective as loss
 from margrpo import rewards, seeds
-from margrpo.checkpoints import load_policy, sha256
+from margrpo.batches import Batch, BatchOrder, chunks
+from margrpo.checkpoints import sha256
 from margrpo.config import Config
-from margrpo.errors import ConfigError, TrainingError
+from margrpo.errors import TrainingError
 from margrpo.metrics.diversity import pairwise_distance
+from margrpo.models import Models
+from margrpo.pieces import Piece, add_anchors, cut, with_ends
 from margrpo.policies.base import Policy
 from margrpo.prefills import Prefills
 from margrpo.prompts import Prompt
-from margrpo.rollout import RecordedStep, Recording, Rollout, generate
-from margrpo.trajectories import Rows, build_rows, draw_fresh
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The prompts of one update: P slots of G images; a slot is a group, also if prompts repeat."""
-
-    prompts: list[Prompt]
-    seeds: list[int]
-    groups: Tensor
-
-
-@dataclass
-class Piece:
-    """One AR step of a micro-batch, ready to be scored in every inner epoch."""
-
-    rollout: Rollout
-    step: RecordedStep
-    rows: Rows
-    keep: Tensor
-    advantage: Tensor
-    old_log_prob: Tensor | None = None
+from margrpo.rollout import Recording, Rollout, generate
+from margrpo.workers import Workers
 
 
 class Updater:
@@ -66,27 +50,30 @@ class Updater:
     ) -> None:
         self.config, self.variant, self.seed = config, variant, seed
         self.objective = config.objective_of(variant)
-        names = sorted({prompt.category for prompt in train})
-        self.categories = [[prompt for prompt in train if prompt.category == name] for name in names]
-        self.validation_prompts = validation
         rewards.check(config.reward.weights, config.reward.options)
-        self.policy = _load(base, config)
-        self.reference = _load(base, config).requires_grad_(False)
+        self.workers = Workers(config.train)
+        self.order = BatchOrder(train, seed)
+        self.validation_prompts = validation
+        self.models = Models(config, variant, seed, base, self.workers.device)
         self.base_sha256 = sha256(base)
-        self._check_sizes()
-        trainable = self.objective.trainable
-        for parameter in self.policy.backbone_parameters():
-            parameter.requires_grad_(trainable != "head")
-        for parameter in self.policy.head_parameters():
-            parameter.requires_grad_(trainable != "backbone")
         self.optimizer = torch.optim.AdamW(
             self.trainable(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay
         )
         self.seconds: dict[str, float] = {}
 
+    @property
+    def policy(self) -> Policy:
+        """The policy that learns."""
+        return self.models.policy
+
+    @property
+    def reference(self) -> Policy | None:
+        """The copy of the base policy, None if LoRA does without."""
+        return self.models.frozen_copy
+
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that learn, in the policy's order."""
-        return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        return list(self.models.trainable().values())
 
     def update(self, update: int, validated: bool) -> dict[str, float]:
         """Make update number `update` (from 1) and return its row of metrics.csv.
@@ -110,49 +97,30 @@ class Updater:
     def collect(self, update: int) -> tuple[dict[str, float], list[Piece]]:
         """Roll out and score the images of an update; return its reward metrics and what is to be scored."""
         started = time.perf_counter()
-        batch = self.draw(update)
-        recording = self.select(update)
-        sampler, guidance = self.config.sampler, self.objective.guidance.rollout
-        texts = [prompt.text for prompt in batch.prompts]
-        rollout = generate(self.policy, texts, batch.seeds, sampler.ar_steps, guidance, recording=recording)
-        images = self.policy.decode(rollout.tokens)
+        batch, recording = self.draw(update), self.select(update)
+        share = self.workers.share(len(batch.seeds))
+        guidance = self.objective.guidance.rollout
+        parts = [
+            self._generate(
+                [batch.prompts[i] for i in part], [batch.seeds[i] for i in part], guidance, recording
+            )
+            for part in chunks(share, self.config.train.micro_batch)
+        ]
+        images = self.workers.gather(torch.cat([pixels for _, pixels in parts]))
         sampled = time.perf_counter()
-        scored = self._scores(images, batch.prompts, update)
+        scored = self.workers.on_main(lambda: self._scores(images, batch.prompts, update))
         rewarded = time.perf_counter()
-        advantage = loss.advantages(scored.total, batch.groups).to(rollout.tokens.device)
-        pieces = self.prepare(rollout, advantage, recording)
+        advantage = loss.advantages(scored.total, batch.groups)[share.start : share.stop]
+        pieces = self.prepare([rollout for rollout, _ in parts], advantage.to(self.workers.device), recording)
         self.seconds |= {
             "rollout_s": sampled - started + time.perf_counter() - rewarded,
             "reward_s": rewarded - sampled,
         }
-        return {"update": update, **self._reward_metrics(scored, batch, images)}, pieces
+        return {"update": update, **self._reward_metrics(scored, images)}, pieces
 
     def draw(self, update: int) -> Batch:
-        """Return the prompts and image seeds of an update.
-
-        Slots take the categories in turn, so that each is trained equally; the prompts of a category are
-        shuffled anew each time all have been shown.
-        """
-        train = self.config.train
-        first = (update - 1) * train.prompts_per_update
-        slots = [self._prompt(first + slot) for slot in range(train.prompts_per_update)]
-        each = train.images_per_prompt
-        return Batch(
-            [prompt for prompt in slots for _ in range(each)],
-            [
-                seeds.derive("train", self.seed, update, slot, image)
-                for slot in range(len(slots))
-                for image in range(each)
-            ],
-            torch.arange(len(slots)).repeat_interleave(each),
-        )
-
-    def _prompt(self, position: int) -> Prompt:
-        turn, category = divmod(position, len(self.categories))
-        prompts = self.categories[category]
-        epoch, index = divmod(turn, len(prompts))
-        generator = seeds.generator("prompts", self.seed, category, epoch)
-        return prompts[int(torch.randperm(len(prompts), generator=generator)[index])]
+        """Return the prompts and image seeds of an update, those of all processes."""
+        return self.order.draw(update, self.config.train)
 
     def select(self, update: int) -> Recording:
         """Draw the AR steps and denoising steps that all images of this update are scored at."""
@@ -168,19 +136,14 @@ class Updater:
             self.objective.consistency is not None,
         )
 
-    def prepare(self, rollout: Rollout, advantage: Tensor, recording: Recording) -> list[Piece]:
-        """Cut the rollout into micro-batches and AR steps and draw the trajectories to score."""
-        size = self.config.train.micro_batch or len(advantage)
-        pieces = []
-        for start in range(0, len(advantage), size):
-            images = slice(start, start + size)
-            part = rollout.select(images)
-            fresh = draw_fresh(self.policy, part, self.objective, recording.denoising_steps)
-            for step in part.steps:
-                rows = build_rows(self.policy, part, step, self.objective, fresh)
-                keep = loss.consistency_mask(step, part.tokens, self.objective.consistency)
-                pieces.append(Piece(part, step, rows, keep, advantage[images]))
-        return pieces
+    def prepare(self, rollouts: Sequence[Rollout], advantage: Tensor, recording: Recording) -> list[Piece]:
+        """Draw what to score in the rollouts of the micro-batches, and score the reference."""
+        with self.models.computing():
+            made = cut(self.policy, rollouts, advantage, self.objective, recording.denoising_steps)
+            if self.objective.beta > 0:
+                with self.models.reference() as reference:
+                    add_anchors(reference, made, self.objective)
+        return made
 
     def accumulate(self, pieces: Sequence[Piece], constant: bool = False) -> list[loss.Terms]:
         """Leave the gradient of the whole loss in `.grad`; the first call also fixes the old log-probs.
@@ -190,39 +153,48 @@ class Updater:
         """
         self.optimizer.zero_grad(set_to_none=True)
         denoising = self.config.train.denoising_steps
-        totals = loss.Totals(
-            sum(int(piece.keep.sum()) for piece in pieces) * denoising,
-            sum(piece.keep.numel() for piece in pieces) * denoising,
+        kept, tokens = self.workers.sum(
+            [sum(int(piece.keep.sum()) for piece in pieces), sum(piece.keep.numel() for piece in pieces)]
         )
+        totals = loss.Totals(int(kept) * denoising, int(tokens) * denoising)
         objective = self.objective.model_copy(update={"beta": 0.0}) if constant else self.objective
         results = []
         prefills = Prefills()
-        for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+        for piece, completes in with_ends(pieces):
             advantage = torch.ones_like(piece.advantage) if constant else piece.advantage
-            terms = loss.step_terms(
-                self.policy,
-                self.reference,
-                objective,
-                piece.rollout,
-                piece.step,
-                piece.rows,
-                piece.keep,
-                advantage,
-                totals,
-                piece.old_log_prob,
-                prefills,
-            )
+            with self.models.computing():
+                terms = loss.step_terms(
+                    self.policy,
+                    piece.anchor,
+                    objective,
+                    piece.rollout,
+                    piece.step,
+                    piece.rows,
+                    piece.keep,
+                    advantage,
+                    totals,
+                    piece.old_log_prob,
+                    prefills,
+                )
             terms.loss.backward()
-            if following is None or following.rollout is not piece.rollout:
-                prefills.backward()  # the micro-batch is complete
+            if completes:
+                prefills.backward()
             if not constant and piece.old_log_prob is None and self.objective.inner_epochs > 1:
                 piece.old_log_prob = terms.log_prob
             results.append(terms)
+        self.workers.sum_gradients(self.trainable())
         return results
 
     def _step(self, update: int, terms: Sequence[loss.Terms]) -> dict[str, float]:
         """Check, clip and apply the gradient; return the metrics of this inner epoch."""
-        value = sum(float(term.loss.detach()) for term in terms)
+        value, kl, clipped, units = self.workers.sum(
+            [
+                sum(float(term.loss.detach()) for term in terms),
+                sum(term.kl for term in terms),
+                sum(term.clipped for term in terms),
+                sum(term.units for term in terms),
+            ]
+        )
         head = _norm(self.policy.head_parameters())
         backbone = _norm(self.policy.backbone_parameters())
         total = float(nn.utils.clip_grad_norm_(self.trainable(), self.config.train.max_grad_norm))
@@ -230,12 +202,11 @@ class Updater:
             if not torch.isfinite(torch.tensor(number)):
                 raise TrainingError(f"{self.variant}-{self.seed}: the {name} is {number} at update {update}")
         self.optimizer.step()
-        units = sum(term.units for term in terms)
         return {
-            "clip_ratio": sum(term.clipped for term in terms) / units if units else 0.0,
+            "clip_ratio": clipped / units if units else 0.0,
             "loss": value,
-            "kl": sum(term.kl for term in terms),
-            "ratio_max_deviation": max(term.ratio_deviation for term in terms),
+            "kl": kl,
+            "ratio_max_deviation": self.workers.largest(max(term.ratio_deviation for term in terms)),
             "grad_norm": total,
             "grad_norm/backbone": backbone,
             "grad_norm/head": head,
@@ -245,7 +216,7 @@ class Updater:
         self.accumulate(pieces, constant=True)
         return _norm(self.trainable())
 
-    def _reward_metrics(self, scored: rewards.RewardBatch, batch: Batch, images: Tensor) -> dict[str, float]:
+    def _reward_metrics(self, scored: rewards.RewardBatch, images: Tensor) -> dict[str, float]:
         each = self.config.train.images_per_prompt
         spread = rewards.spreads(scored.total, each)
         pictures = images.unflatten(0, (-1, each))
@@ -260,16 +231,21 @@ class Updater:
     def validate(self) -> float:
         """Return the mean reward of SDE samples of the validation prompts from fixed noise seeds."""
         started = time.perf_counter()
-        count = self.config.train.validation_images
+        train = self.config.train
+        count, workers = train.validation_images, self.workers
         prompts = [self.validation_prompts[i % len(self.validation_prompts)] for i in range(count)]
         image_seeds = [seeds.derive("validation", p.text, i) for i, p in enumerate(prompts)]
-        texts = [prompt.text for prompt in prompts]
-        rollout = generate(
-            self.policy, texts, image_seeds, self.config.sampler.ar_steps, self.config.evaluation.guidance
-        )
-        with torch.no_grad():
-            images = self.policy.decode(rollout.tokens)
-        total = self._scores(images, prompts, None).total
+        each = -(-count // workers.count)
+        share = [i % count for i in range(workers.index * each, (workers.index + 1) * each)]
+        guidance = self.config.evaluation.guidance
+        drawn = [
+            self._generate(
+                [prompts[share[i]] for i in part], [image_seeds[share[i]] for i in part], guidance
+            )[1]
+            for part in chunks(range(each), train.micro_batch)
+        ]
+        images = workers.gather(torch.cat(drawn))[:count]  # the last process may have drawn some twice
+        total = workers.on_main(lambda: self._scores(images, prompts, None)).total
         self.seconds["validation_s"] = time.perf_counter() - started
         return float(total[~total.isnan()].mean())
 
@@ -283,31 +259,19 @@ class Updater:
             place = "the validation" if update is None else f"update {update}"
             raise TrainingError(f"{self.variant}-{self.seed}: {error} at {place}") from None
 
-    def _check_sizes(self) -> None:
-        available = len(self.policy.ar_schedule(self.config.sampler.ar_steps))
-        if self.config.train.ar_steps > available:
-            raise ConfigError.of(
-                "train.ar_steps",
-                self.config.train.ar_steps,
-                f"allowed: 1..{available} (steps that commit tokens)",
-            )
-        scored = len(self.policy.transition.scored)
-        if self.config.train.denoising_steps > scored:
-            allowed = f"allowed: 1..{scored} (steps of this policy that have a log-prob)"
-            raise ConfigError.of("train.denoising_steps", self.config.train.denoising_steps, allowed)
-        fraction = self.objective.uncertain_fraction
-        if round(fraction * self.policy.tokens) == 0:
-            raise ConfigError.of(
-                f"variants.{self.variant}.uncertain_fraction",
-                fraction,
-                f"allowed: at least one of the {self.policy.tokens} tokens",
-            )
-
-
-def _load(base: Path, config: Config) -> Policy:
-    policy = load_policy(base).eval()
-    policy.configure(config.sampler)
-    return policy
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        image_seeds: Sequence[int],
+        guidance: float,
+        recording: Recording | None = None,
+    ) -> tuple[Rollout, Tensor]:
+        """Return a rollout by SDE and its images."""
+        texts, steps = [prompt.text for prompt in prompts], self.config.sampler.ar_steps
+        with self.models.computing():
+            rollout = generate(self.policy, texts, image_seeds, steps, guidance, recording=recording)
+        with torch.no_grad():
+            return rollout, self.policy.decode(rollout.tokens)
 
 
 def _norm(parameters: object) -> float:

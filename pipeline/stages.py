@@ -25,18 +25,33 @@ _PACKAGE = Path(__file__).parent.parent / "margrpo"
 
 
 def write_prompts(config: Config) -> None:
-    """Write the prompt files of the splits and a manifest with their hashes."""
+    """Write the prompt files of the splits and a manifest with their hashes.
+
+    Raises:
+        ConfigError: source `path` without the hash that tells DVC when its files are others.
+    """
     import json
 
-    from margrpo.benchmarks.scenes import load_split, manifest
-    from margrpo.checkpoints import write_atomic
-    from margrpo.prompts import SPLITS, dump_prompts
+    from margrpo.benchmarks.scenes import manifest
+    from margrpo.checkpoints import sha256, tree_sha256, write_atomic
+    from margrpo.hub import check_tree
+    from margrpo.prompts import dump_prompts, load_splits, split_files
 
-    for split in SPLITS:
-        write_atomic(paths.PROMPTS / f"{split}.jsonl", dump_prompts(load_split(split)).encode())
-    write_atomic(
-        paths.PROMPTS / "manifest.json", (json.dumps(manifest(), indent=2, sort_keys=True) + "\n").encode()
-    )
+    given = config.prompts
+    facts = manifest()
+    if given.path is not None:
+        folder = paths.home() / Path(given.path).expanduser()
+        given = given.model_copy(update={"path": str(folder)})
+        hashes = {file.name: sha256(file) for file in split_files(folder).values()}
+        if given.sha256 is None:
+            allowed = f"allowed with a path: the folder's hash, {tree_sha256(hashes)}"
+            raise ConfigError.of("prompts.sha256", None, allowed)
+        check_tree("prompts.sha256", given.sha256, folder, hashes)
+        facts = {"source": "path", "files": hashes}
+    for split, prompts in load_splits(given).items():
+        write_atomic(paths.PROMPTS / f"{split}.jsonl", dump_prompts(prompts).encode())
+    text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    write_atomic(paths.PROMPTS / "manifest.json", text.encode())
 
 
 def write_checkpoint(config: Config) -> None:
@@ -47,17 +62,16 @@ def write_checkpoint(config: Config) -> None:
     """
     import json
 
-    from margrpo.base import write_base
-    from margrpo.checkpoints import read_header, sha256, write_atomic
+    from margrpo.base import base_sha256, write_base
+    from margrpo.checkpoints import read_header, write_atomic
 
     given = config.checkpoint
     if given.path is not None:
-        file = paths.home() / Path(given.path).expanduser()
-        if given.sha256 is None and file.is_file():
-            raise ConfigError.of(
-                "checkpoint.sha256", None, f"allowed with a path: the file's hash, {sha256(file)}"
-            )
-        config = config.model_copy(update={"checkpoint": given.model_copy(update={"path": str(file)})})
+        found = paths.home() / Path(given.path).expanduser()
+        if given.sha256 is None and found.exists():
+            allowed = f"allowed with a path: the file's hash, {base_sha256(config, found)}"
+            raise ConfigError.of("checkpoint.sha256", None, allowed)
+        config = config.model_copy(update={"checkpoint": given.model_copy(update={"path": str(found)})})
     digest = write_base(config, paths.BASE)
     facts = {"source": given.source, "sha256": digest, "header": read_header(paths.BASE)}
     text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
@@ -159,6 +173,14 @@ def _base_sha256() -> str:
     return sha256(paths.BASE)
 
 
+def _origin_of_base() -> dict[str, str]:
+    """Return the tags that say which repository and commit of the hub the base policy is from, if any."""
+    from margrpo.checkpoints import read_header
+
+    origin = read_header(paths.BASE).get("provenance", {})
+    return {f"base_{key}": str(origin[key]) for key in ("id", "revision", "commit") if origin.get(key)}
+
+
 def _cell(config: Config, run: str) -> tuple[str, int]:
     if run not in config.study.runs:
         raise ConfigError.of("run", run, f"allowed: {', '.join(config.study.runs)}")
@@ -169,7 +191,7 @@ def _cell(config: Config, run: str) -> tuple[str, int]:
 def _run_job(config: Config, kind: jobs.Kind, run: str, key: str, source: Path) -> jobs.Job:
     base = _base_sha256()
     params: dict[str, Any] = {}
-    tags = {"variant": run, "base_sha256": base, **jobs.origin_tags()}
+    tags = {"variant": run, "base_sha256": base, **_origin_of_base(), **jobs.origin_tags()}
     if run != BASE_RUN:
         variant, seed = _cell(config, run)
         params = jobs.flatten(_cell_params(config, variant, seed))

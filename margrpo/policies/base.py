@@ -53,6 +53,11 @@ class Policy(nn.Module):
     channels: int
     transition: Transition
 
+    @property
+    def rows(self) -> int:
+        """Positions of the longest sequence in the backbone, for estimates (default: the image tokens)."""
+        return self.tokens
+
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Policy:
         """Return a policy of the sizes that `describe` gave, whose weights a checkpoint will set."""

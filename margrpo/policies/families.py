@@ -38,6 +38,35 @@ def family_of(folder: Path) -> str:
     raise MargrpoError(f"{folder}: weights of no known family; allowed: MAR, Harmon, NOVA")
 
 
+def sketch_released(folder: Path) -> Policy:
+    """Return the policy that a released checkpoint's config files describe, on the meta device.
+
+    Raises:
+        MargrpoError: a folder without them (MAR and Harmon as .pth), or not of a known family.
+    """
+    from margrpo.policies.released import read_json
+
+    if (folder / "transformer" / "config.json").is_file():
+        from margrpo.policies.nova.policy import NovaPolicy
+
+        files = ("transformer/config.json", "scheduler/scheduler_config.json")
+        config, scheduler = (read_json(folder / name) for name in files)
+        return NovaPolicy(config, scheduler, folder)
+    if not (folder / "config.json").is_file():
+        raise MargrpoError(
+            f"{folder}: no config.json to estimate from; allowed: one as `margrpo train` reads"
+        )
+    config = read_json(folder / "config.json")
+    if "llm" in config:
+        from margrpo.policies.harmon import sketch_harmon
+
+        return sketch_harmon(config, folder / "config.json")
+    from margrpo.policies.mar import MarPolicy, described_vae, mar_architecture
+
+    architecture = mar_architecture(config.get("mar", config), f"{folder}/config.json: mar")
+    return MarPolicy(architecture, described_vae({"vae": {}, **config}))
+
+
 def read_released(folder: Path) -> Policy:
     """Return the policy of a released checkpoint's folder; MargrpoError in one line if it cannot be read."""
     module, name = _READERS[family_of(folder)].rsplit(".", 1)

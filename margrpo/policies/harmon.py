@@ -216,6 +216,14 @@ def read_harmon(path: Path, grid: tuple[int, int] | None = None) -> HarmonPolicy
     return policy
 
 
+def sketch_harmon(config: Mapping[str, Any], file: Path) -> HarmonPolicy:
+    """Return the policy that a config.json describes, on the meta device and without tokenizer."""
+    llm, architecture = _architectures(config, Weights(file, {}, {}), file)
+    side = IMAGE_SIDE // (architecture.vae_stride * architecture.patch_size)
+    shape = _grid(config.get("image_shape", [side, side]), f"{file}: image_shape")
+    return HarmonPolicy(architecture, llm, shape, described_vae({"vae": {}, **config}))
+
+
 def _architectures(
     config: Mapping[str, Any], weights: Weights, file: Path
 ) -> tuple[LlmArchitecture, MaskedArchitecture]:

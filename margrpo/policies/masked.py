@@ -148,8 +148,10 @@ class MaskedTransformer(nn.Module):
         """Return z [B, L, D] for the encoder's states [B, N_b + n, E] of the known tokens `index` [B, n]."""
         h = self.decoder_embed(states)
         length = self.grid[0] * self.grid[1]
-        image = self.mask_token.expand(len(h), length, -1).scatter(
-            1, index[..., None].expand(-1, -1, h.shape[-1]), h[:, self.buffer_rows :]
+        image = (
+            self.mask_token.to(h.dtype)
+            .expand(len(h), length, -1)
+            .scatter(1, index[..., None].expand(-1, -1, h.shape[-1]), h[:, self.buffer_rows :])
         )
         h = torch.cat([h[:, : self.buffer_rows], image], dim=1) + self.positions(
             self.decoder_pos_embed_learned
@@ -208,6 +210,11 @@ class MaskedPolicy(Policy):
             self.mar = MaskedTransformer(architecture, grid)
         self.vae = vae
         self.transition = spaced_ddpm(architecture.num_sampling_steps)
+
+    @property
+    def rows(self) -> int:
+        """Buffer rows and image tokens; see `Policy.rows`."""
+        return self.architecture.buffer_size + self.tokens
 
     def head(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Return [epsilon | v] [N, 2C] at x [N, C], t [N] in 0..999, z [N, D]."""

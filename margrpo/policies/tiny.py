@@ -147,6 +147,11 @@ class TinyPolicy(Policy):
         self._initialize(seeds.generator("tiny", seed))
         self.configure(Sampler())
 
+    @property
+    def rows(self) -> int:
+        """Words and image tokens; see `Policy.rows`."""
+        return MAX_WORDS + TOKENS
+
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> TinyPolicy:
         """Return a policy of the sizes that `describe` gave; ConfigError if this version's words differ."""

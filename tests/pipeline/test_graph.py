@@ -14,7 +14,7 @@ from tests.pipeline.conftest import Workspace
 
 RUNS = ["mar_grpo-0", "mar_grpo-1", "grpo-0"]
 # They only carry params, which DVC compares itself, or names.
-NO_RESULT = {"config.py", "params.py", "switches.py", "errors.py"}
+NO_RESULT = {"config.py", "params.py", "sources.py", "switches.py", "errors.py"}
 
 
 def stale(workspace: Workspace) -> set[str]:

@@ -204,3 +204,25 @@ from pipeline import jobs, stages
 jobs.ensure_follower = lambda: None
 sys.exit(stages.main(sys.argv[1:]))
 """
+
+
+def test_prompts_of_a_folder_need_its_hash(
+    project: Path, project_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own").mkdir()
+    for split, text in (("train", "a red cube\n"), ("validation", "two dogs\n"), ("test", "a red cube\n")):
+        Path(f"own/{split}.txt").write_text(text)
+    given = ["prompts.source=path", "prompts.path=own"]
+    write_params(project_root, given)
+    listed = "".join(
+        f"{sha256(Path(f'own/{name}.txt'))}  {name}.txt\n" for name in ("test", "train", "validation")
+    )
+    digest = hashlib.sha256(listed.encode()).hexdigest()
+    assert error_of(capsys, "prompts").endswith(f"the folder's hash, {digest}")
+    write_params(project_root, [*given, f"prompts.sha256={'f' * 64}"])
+    assert f"prompts.sha256: {'f' * 64}" in error_of(capsys, "prompts")
+    write_params(project_root, [*given, f"prompts.sha256={digest}"])
+    assert stages.main(["prompts"]) == 0
+    assert [(p.text, p.seen) for p in read_prompts(paths.PROMPTS / "test.jsonl")] == [("a red cube", True)]
+    manifest = json.loads((paths.PROMPTS / "manifest.json").read_text())
+    assert manifest["files"]["train.txt"] == sha256(Path("own/train.txt"))

@@ -124,17 +124,20 @@ def test_the_condition_is_computed_once_per_micro_batch_with_the_same_gradient(
     assert isinstance(updater.policy, NovaPolicy)
     for parameter in updater.reference.parameters():
         parameter.mul_(0.98)  # a KL with a gradient
-    _, pieces = updater.collect(1)
     calls: list[int] = []
     for policy in (updater.policy, updater.reference):
         prefill = policy.prefill
         monkeypatch.setattr(policy, "prefill", lambda c, prefill=prefill: calls.append(len(c)) or prefill(c))
+    _, pieces = updater.collect(1)
+    assert (
+        calls == [3] * 4
+    )  # two micro-batches: the policy's rollout, then the reference; each has 3 AR steps
     updater.accumulate(pieces)
-    assert calls == [3] * 4  # two micro-batches, policy and reference; each has 3 AR steps
+    assert calls == [3] * 6
     shared = {name: p.grad.clone() for name, p in updater.policy.named_parameters() if p.grad is not None}
     monkeypatch.setattr(Prefills, "get", lambda self, policy, condition: policy.prefill(condition))
     updater.accumulate(pieces)
-    assert len(calls) == 4 + 12
+    assert len(calls) == 6 + 6
     for name, parameter in updater.policy.named_parameters():
         if parameter.grad is not None:
             scale = float(parameter.grad.abs().max())

@@ -73,6 +73,11 @@ class NovaPolicy(Policy):
         self.text = TextEncoder(folder, self.config.text_len, self.config.text_dim)
         self.decoder = LatentDecoder(folder, self.config.latent[0], int(config["image_stride"]))
 
+    @property
+    def rows(self) -> int:
+        """Condition and image tokens; see `Policy.rows`."""
+        return self.tokens + math.prod(self.config.video_grid)
+
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> NovaPolicy:
         """Return a policy with unset weights of the kind that `describe` gave."""

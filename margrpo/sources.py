@@ -1,0 +1,92 @@
+"""Where base policy and prompts come from: two sections of params.yaml."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from margrpo.switches import Section
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Checkpoint(Section):
+    """Where the base policy comes from."""
+
+    source: Literal["shipped", "pretrain", "path", "hub"] = Field(
+        "shipped", description="origin of the base policy"
+    )
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="with source path: a checkpoint file of margrpo, or the folder of a released checkpoint",
+    )
+    id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$",
+        max_length=96,
+        description="with source hub: repository, owner/name",
+    )
+    revision: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][\w./-]*$",
+        max_length=100,
+        description="with source hub: commit (best: it never moves), tag or branch",
+    )
+    sha256: Sha256 | None = Field(
+        None,
+        description="expected hash of the file at path, or of a folder: of the list of its files' hashes",
+    )
+    files: dict[str, Sha256 | None] | None = Field(
+        None,
+        min_length=1,
+        description="the only files to use of a folder or repository, each with its hash or null; null = what "
+        "NOVA, Harmon and MAR need",
+    )
+
+    @model_validator(mode="after")
+    def keys_match_source(self) -> Checkpoint:
+        """Every key belongs to the source that reads it."""
+        if self.source == "path" and self.path is None:
+            raise ValueError("path\0None\0a checkpoint file or folder with source path")
+        if self.source != "path" and self.path is not None:
+            raise ValueError(f"path\0{self.path}\0null unless source is path")
+        for key in ("id", "revision"):
+            value = getattr(self, key)
+            if (value is None) == (self.source == "hub"):
+                allowed = "a value with source hub" if value is None else "null unless source is hub"
+                raise ValueError(f"{key}\0{value}\0{allowed}")
+        if self.files is not None and self.source not in ("path", "hub"):
+            raise ValueError(f"files\0{list(self.files)}\0null unless source is path or hub")
+        for name in self.files or ():
+            parts = PurePosixPath(name).parts
+            if not parts or name.startswith("/") or ".." in parts or "\\" in name or "*" in name:
+                raise ValueError(f"files\0{name}\0relative names such as transformer/config.json")
+        return self
+
+
+class Prompts(Section):
+    """Where the prompts of training, validation and test come from."""
+
+    source: Literal["scenes", "path"] = Field("scenes", description="the embedded benchmark, or a folder")
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="with source path: a folder with train, validation and test, each .txt (a prompt per line) "
+        "or .jsonl",
+    )
+    sha256: Sha256 | None = Field(
+        None, description="expected hash of the folder: of the list of its files' hashes"
+    )
+
+    @model_validator(mode="after")
+    def path_matches_source(self) -> Prompts:
+        """A path belongs to source `path` and to nothing else."""
+        if (self.path is None) == (self.source == "path"):
+            allowed = "a folder with source path" if self.path is None else "null unless source is path"
+            raise ValueError(f"path\0{self.path}\0{allowed}")
+        if self.sha256 is not None and self.source != "path":
+            raise ValueError(f"sha256\0{self.sha256}\0null unless source is path")
+        return self
