@@ -86,13 +86,24 @@ def finish(job: Job, status: Literal["FINISHED", "FAILED"], files: Mapping[str, 
 
 def pending() -> list[Job]:
     """Return the jobs that are not shipped yet, oldest first."""
-    jobs = []
-    for file in sorted(queue().glob("*/job.json")):
-        try:
-            jobs.append(Job(**json.loads(file.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
-            continue  # being removed, or from another version
-    return jobs
+    found = (read(file) for file in sorted(queue().glob("*/job.json")))
+    return [job for job in found if job is not None]
+
+
+def read(file: Path) -> Job | None:
+    """Return the job of a job.json; None if it is being removed, or from another version."""
+    try:
+        return Job(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def is_killed(job: Job) -> bool:
+    """Return whether the stage of a job died without ending it."""
+    if job.status is not None or processes.is_alive(job.process):
+        return False
+    now = read(job.folder / "job.json")  # it may have ended after `job` was read: a stage writes, then exits
+    return now is None or now.status is None
 
 
 def remove(job: Job) -> None:

@@ -74,7 +74,7 @@ class Follower:
 
     def _ship(self, job: jobs.Job, before: list[jobs.Job]) -> bool:
         """Ship what there is of a job; return whether that was all."""
-        killed = job.status is None and not processes.is_alive(job.process)
+        killed = jobs.is_killed(job)
         if job.kind == "train":
             self._ship_train(job)
             if job.status is not None or killed:

@@ -177,6 +177,23 @@ def test_killed_run_is_closed(home: Path, config: Config, client: MlflowClient) 
     assert jobs.pending() == []
 
 
+def test_run_that_ends_between_two_looks_is_not_killed(
+    home: Path, config: Config, client: MlflowClient
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    early = jobs.replace(train_job(config, home / "logs"), process=processes.identity(child.pid))
+    jobs._write(early)
+    write_rows(home / "logs", 2)
+    jobs.finish(early, "FINISHED", {name: home / "logs" / name for name in ("metrics.csv", "timing.csv")})
+    child.wait()
+    follower = tracking.Follower(home)
+    assert not jobs.is_killed(early)  # what was read before the end
+    assert not follower._ship(early, [])
+    assert find(client, cell="cell")[0].info.status == "RUNNING"
+    assert follower.step()
+    assert find(client, cell="cell")[0].info.status == "FINISHED"
+
+
 def test_next_start_closes_runs_of_dead_processes(home: Path, config: Config, client: MlflowClient) -> None:
     job = jobs.announce(train_job(config, home / "logs"))
     assert tracking.Follower(home).step()
