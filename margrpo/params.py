@@ -32,7 +32,11 @@ def load_config(
     Raises:
         ConfigError: `<key>: <given>; <allowed>` for anything wrong.
     """
-    return build_config(load_params(path, overrides, profile))
+    params = load_params(path, overrides, profile)
+    changed = profile is not None or bool(overrides)
+    if changed and not any(item.startswith("profiles") for item in overrides):
+        params.pop("profiles", None)  # overlays on the file as it is: they need not fit what was changed on top
+    return build_config(params)
 
 
 def load_params(

@@ -253,7 +253,8 @@ def small_config() -> Config:
 def test_two_updates_of_every_preset_change_what_learns_and_nothing_else(
     preset: str, family: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(rewards._REGISTRY, "test_jpeg_size", jpeg_size)
+    entry = rewards.Entry(rewards.Info("test_jpeg_size", "test", "none"), lambda options: jpeg_size)
+    monkeypatch.setitem(rewards._REGISTRY, "test_jpeg_size", entry)
     prompts = [Prompt(text, "any", {}, True) for text in prompts_of(family)]
     updater = Updater(small_config(), preset, 0, checkpoint, prompts, prompts)
     before = {name: value.clone() for name, value in updater.policy.state_dict().items()}
