@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image
-from torch import Tensor
 
 from margrpo.checkpoints import load_policy, save_policy
 from margrpo.config import Config
@@ -17,30 +12,12 @@ from margrpo.params import load_config
 from margrpo.policies.nova import NovaPolicy, read_nova
 from margrpo.prefills import Prefills
 from margrpo.prompts import Prompt
-from margrpo.rewards import base as rewards
 from margrpo.rollout import generate
 from margrpo.updater import Updater
 from tests.policies.nova_support import TEXTS, folder, largest
 
 PARAMS = Path(__file__).parents[2] / "params.yaml"
 PRESETS = list(load_config(PARAMS).variants)
-
-
-def jpeg_size(images: Tensor, prompts: Sequence[str], specs: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Kilobytes of the image as JPEG: random weights vary it."""
-    sizes = []
-    for image in images:
-        buffer = io.BytesIO()
-        pixels = (image.permute(1, 2, 0) * 255).round().byte().numpy()
-        Image.fromarray(pixels).save(buffer, "JPEG", quality=95)
-        sizes.append(buffer.tell() / 1000)
-    return torch.tensor(sizes)
-
-
-@pytest.fixture(autouse=True)
-def _reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    if "jpeg_size" not in rewards.names():
-        monkeypatch.setitem(rewards._REGISTRY, "jpeg_size", jpeg_size)
 
 
 def settings(*overrides: str) -> Config:
