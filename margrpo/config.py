@@ -48,8 +48,8 @@ class Architecture(Section):
 class Pretrain(Section):
     """Pretraining of the tiny policy (deterministic; used by checkpoint.source pretrain)."""
 
-    images: int = Field(12000, ge=64, le=1_000_000, description="rendered training scenes")
-    steps: int = Field(1600, ge=1, le=1_000_000, description="optimizer steps")
+    images: int = Field(24000, ge=64, le=1_000_000, description="rendered training scenes")
+    steps: int = Field(2400, ge=1, le=1_000_000, description="optimizer steps")
     batch_size: int = Field(64, ge=1, le=4096, description="images per step")
     learning_rate: float = Field(2.0e-3, gt=0.0, le=1.0, description="peak rate, cosine to a tenth")
     ema: float = Field(0.995, ge=0.0, lt=1.0, description="decay of the averaged weights that are kept")
@@ -72,7 +72,7 @@ class Train(Section):
     """The update loop; shared by all variants so that they compare fairly."""
 
     updates: int = Field(50, ge=1, le=1_000_000, description="rollout + update rounds")
-    prompts_per_update: int = Field(8, ge=1, le=4096, description="P: prompt slots, each one group")
+    prompts_per_update: int = Field(12, ge=1, le=4096, description="P: prompt slots, each one group")
     images_per_prompt: int = Field(8, ge=2, le=1024, description="G: images of a group")
     ar_steps: int = Field(
         3, ge=1, le=1024, description="AR steps scored per update, drawn once for all images"
@@ -80,7 +80,7 @@ class Train(Section):
     denoising_steps: int = Field(
         4, ge=1, le=1000, description="denoising steps scored per update, drawn once"
     )
-    learning_rate: float = Field(2.0e-4, gt=0.0, le=1.0, description="AdamW")
+    learning_rate: float = Field(4.0e-4, gt=0.0, le=1.0, description="AdamW")
     weight_decay: float = Field(0.0, ge=0.0, le=1.0, description="AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, le=1.0e6, description="gradient norm clipping")
     micro_batch: int | None = Field(

@@ -2,8 +2,7 @@
 
     loss = -(policy term - beta * KL)
 
-summed over channels, averaged over the selected (token, denoising step) pairs of each AR step under the token
-mask, then over the AR steps.
+summed over channels, averaged over the selected (token, denoising step) pairs under the token mask.
 
 The bridged estimate averages over diffusion noise eps: with x_t = diffuse(X_k, eps) and the next state from
 the true q(x_{t-1} | x_t, X_k) it scores E[log pi(x_{t-1} | x_t)]: an evidence-lower-bound surrogate of
@@ -100,10 +99,7 @@ def kl_divergence(kind: str, policy: Gaussian, reference: Gaussian, target: Gaus
 
 @dataclass(frozen=True)
 class Totals:
-    """By what the two sums of an AR step are divided: its (token, denoising step) pairs times the AR steps scored.
-
-    Every scored AR step weighs the same, as in the released code, however many tokens it has.
-    """
+    """Numbers of (token, denoising step) pairs over which the two terms are averaged."""
 
     policy: int
     kl: int

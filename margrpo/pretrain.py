@@ -17,22 +17,15 @@ from margrpo import seeds
 from margrpo.benchmarks.scenes import load_split
 from margrpo.config import Pretrain
 from margrpo.policies.base import Condition
-from margrpo.policies.tiny import PatchTokenizer, TinyPolicy
-from margrpo.scenes.grammar import CANVAS
-from margrpo.scenes.render import BACKGROUND, render, sample_scene
+from margrpo.policies.tiny import TinyPolicy
+from margrpo.scenes.render import render, sample_scene
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate rises linearly."""
 FINAL_RATE = 0.1
 """Last learning rate, relative to the peak."""
-NOISES = 4
-"""Noise levels drawn for each z (MAR's `diffusion_batch_mul`): the head is cheap beside the backbone."""
 NOISE_LOGIT = 1.0
 """Mean of logit(sigma), whose deviation is 1: what a token becomes is decided at high noise."""
-OBJECT_WEIGHT = 2.0
-"""Loss weight of tokens that show an object, relative to background: nine of ten tokens are background, and a
-short pretraining would spend itself on them. The price is a model that draws objects somewhat too often."""
-_BACKGROUND_DISTANCE = 0.05  # squared, in token space, where objects are some 100 away
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01
 
@@ -108,27 +101,17 @@ def draw_known(images: int, length: int, generator: torch.Generator) -> Tensor:
 
 
 def flow_loss(policy: TinyPolicy, tokens: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
-    """Return the weighted mean squared velocity error on the tokens that are not given, for tokens [B, L, C].
+    """Return the mean squared velocity error on the tokens that are not given, for tokens [B, L, C].
 
-    x_t = sigma eps + (1 - sigma) x_0 with logit-normal sigma; the target is eps - x_0. Every token gets `NOISES`
-    draws of sigma and eps; `object_weights` are the weights.
+    x_t = sigma eps + (1 - sigma) x_0 with logit-normal sigma; the target is eps - x_0.
     """
     known = draw_known(tokens.shape[0], tokens.shape[1], generator)
-    z = policy.backbone(tokens, known, condition)[~known].repeat(NOISES, 1)
-    target = tokens[~known].repeat(NOISES, 1)
+    z = policy.backbone(tokens, known, condition)[~known]
+    target = tokens[~known]
     noise = torch.randn(target.shape, generator=generator)
     sigma = torch.sigmoid(NOISE_LOGIT + torch.randn(len(target), generator=generator))
     state = torch.lerp(target, noise, sigma[:, None])
-    error = functional.mse_loss(policy.head(state, sigma, z), noise - target, reduction="none").mean(dim=-1)
-    weights = object_weights(policy.tokenizer, target)
-    return (weights * error).sum() / weights.sum()
-
-
-def object_weights(tokenizer: PatchTokenizer, tokens: Tensor) -> Tensor:
-    """Return the loss weights [N] of tokens [N, C]: 1 for empty background, `OBJECT_WEIGHT` for the others."""
-    empty = torch.tensor(BACKGROUND).view(1, 3, 1, 1).expand(1, 3, CANVAS, CANVAS)
-    distance = (tokens - tokenizer.encode(empty)[0, 0]).square().sum(dim=-1)
-    return torch.where(distance < _BACKGROUND_DISTANCE, 1.0, OBJECT_WEIGHT)
+    return functional.mse_loss(policy.head(state, sigma, z), noise - target)
 
 
 def rate(step: int, steps: int) -> float:

@@ -152,7 +152,11 @@ class Updater:
             constant: the policy term alone at advantage 1 instead of the loss.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        totals = self._totals(pieces)
+        denoising = self.config.train.denoising_steps
+        kept, tokens = self.workers.sum(
+            [sum(int(piece.keep.sum()) for piece in pieces), sum(piece.keep.numel() for piece in pieces)]
+        )
+        totals = loss.Totals(int(kept) * denoising, int(tokens) * denoising)
         objective = self.objective.model_copy(update={"beta": 0.0}) if constant else self.objective
         results = []
         prefills = Prefills()
@@ -168,7 +172,7 @@ class Updater:
                     piece.rows,
                     piece.keep,
                     advantage,
-                    totals[piece.step.k],
+                    totals,
                     piece.old_log_prob,
                     prefills,
                 )
@@ -180,17 +184,6 @@ class Updater:
             results.append(terms)
         self.workers.sum_gradients(self.trainable())
         return results
-
-    def _totals(self, pieces: Sequence[Piece]) -> dict[int, loss.Totals]:
-        """Return by what the sums of each AR step are divided, over all micro-batches and processes."""
-        steps = sorted({piece.step.k for piece in pieces})
-        of = {k: [piece.keep for piece in pieces if piece.step.k == k] for k in steps}
-        kept = self.workers.sum([sum(int(keep.sum()) for keep in of[k]) for k in steps])
-        tokens = self.workers.sum([sum(keep.numel() for keep in of[k]) for k in steps])
-        each = self.config.train.denoising_steps * len(steps)
-        return {
-            k: loss.Totals(int(a) * each, int(b) * each) for k, a, b in zip(steps, kept, tokens, strict=True)
-        }
 
     def _step(self, update: int, terms: Sequence[loss.Terms]) -> dict[str, float]:
         """Check, clip and apply the gradient; return the metrics of this inner epoch."""

@@ -163,7 +163,7 @@ def test_overrides_come_after_the_profile(project_root: Path) -> None:
     config = load_config(project_root / "params.yaml", ["train.updates=7"], "smoke")
     assert config.train.updates == 7
     assert config.train.validation_every == 3  # from the profile
-    assert config.train.learning_rate == 2e-4  # from the file
+    assert config.train.learning_rate == 4e-4  # from the file
     assert list(config.study.runs) == ["grpo-0", "frozen_head_committed-0", "mar_grpo_bridged-0"]
 
 

@@ -57,8 +57,8 @@ def test_processes_give_what_one_gives(variant: str, processes: int, tmp_path: P
     assert len(one["metrics"]) == len(many["metrics"]) == 2
     assert one["metrics"][0]["reward"] == many["metrics"][0]["reward"]
     for name, value in one["weights"].items():
-        # Adam's first steps (2e-4) are signs: where a gradient is nearly 0, rounding may turn one
-        assert float((many["weights"][name] - value).abs().mean()) < 4e-6
+        # Adam's first steps (4e-4) are signs: where a gradient is nearly 0, rounding may turn one
+        assert float((many["weights"][name] - value).abs().mean()) < 8e-6
     assert sorted(p.name for p in (tmp_path / "many" / "logs").iterdir()) == [
         "metrics.csv",
         "summary.json",
