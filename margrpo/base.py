@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ def find_base(config: Config) -> Path:
         raise ConfigError.of("checkpoint.source", given.source, allowed)
     if given.source == "hub":
         found = hub.fetch(given)
+        warn_unpinned(config, hub.commit_of(found))
     else:
         found = checkpoints.SHIPPED if given.path is None else Path(given.path).expanduser()
     if found.is_dir():
@@ -61,6 +64,27 @@ def find_base(config: Config) -> Path:
     if given.sha256 not in (None, digest):
         raise ConfigError.of("checkpoint.sha256", given.sha256, f"allowed: the hash of {found}, {digest}")
     return found
+
+
+def warn_unpinned(config: Config, commit: str | None) -> None:
+    """Say on stderr that a tag or branch of the hub can move, and which commit it is now."""
+    revision = config.checkpoint.revision
+    if revision is not None and not re.fullmatch("[0-9a-f]{40}", revision):
+        print(
+            f"margrpo: warning: checkpoint.revision {revision} can move and DVC would not notice; pin the commit"
+            f"{f' {commit}' if commit else ''}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def released_folder(config: Config) -> Path | None:
+    """Return the folder of the released checkpoint that the params name, None if they name none."""
+    given = config.checkpoint
+    if given.source == "hub":
+        return hub.fetch(given)
+    folder = None if given.path is None else Path(given.path).expanduser()
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def sketch_base(config: Config) -> Policy:

@@ -80,6 +80,7 @@ def load_policy(path: Path) -> Policy:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise MargrpoError(f"{path}: {name} holds NaN or infinity; use an earlier checkpoint")
     policy.load_state_dict(tensors, strict=True, assign=True)  # a policy may have been described on meta
+    policy.locate(lambda: path.parent)
     return policy
 
 

@@ -136,43 +136,38 @@ def evaluate(
 
 @app.command()
 def sample(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help='For example "a red circle".')],
-    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("samples.png"),
-    checkpoint: Annotated[Path | None, typer.Option(help="Policy; default the base of the params.")] = None,
-    images: Annotated[int, typer.Option(min=1, max=1000, help="Images per prompt.")] = 8,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help='For example "a red circle".')
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="The same as an option; repeatable.")] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            "--policy",
+            "--checkpoint",
+            help="File, or folder of a released model; default the base of the params.",
+        ),
+    ] = None,
+    images: Annotated[int, typer.Option("--n", "--images", min=1, max=1000, help="Images per prompt.")] = 8,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")] = Path("samples"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     sampler: Annotated[str, typer.Option(help="ode or sde.")] = "ode",
     params: ParamsFile = PARAMS,
     overrides: Overrides = None,
     profile: Profile = None,
 ) -> None:
-    """Draw images for prompts and save them as one grid, a row per prompt."""
+    """Draw images for prompts: one file each, a grid with a row per prompt, and samples.json with their seeds."""
     config = load(params, overrides, profile)
     if sampler not in ("ode", "sde"):
         raise ConfigError.of("--sampler", sampler, "allowed: ode | sde")
-    if out.suffix.lower() != ".png":
-        raise ConfigError.of("--out", out, "allowed: a file that ends in .png")
+    texts = [*(prompts or ()), *(prompt or ())]
+    if not texts:
+        raise ConfigError.of("prompt", "none", 'allowed: at least one, for example "a red circle"')
     _use_one_thread()
     from margrpo.base import find_base
-    from margrpo.checkpoints import load_policy, write_atomic
-    from margrpo.grids import grid_png
-    from margrpo.rollout import generate
-    from margrpo.seeds import derive
+    from margrpo.samples import write_samples
 
-    policy = load_policy(checkpoint or find_base(config))
-    policy.configure(config.sampler)
-    repeated = [prompt for prompt in prompts for _ in range(images)]
-    seeds = [derive("sample", seed, prompt, index) for prompt in prompts for index in range(images)]
-    rollout = generate(
-        policy,
-        repeated,
-        seeds,
-        config.sampler.ar_steps,
-        config.evaluation.guidance,
-        stochastic=sampler == "sde",
-    )
-    pixels = policy.decode(rollout.tokens)
-    write_atomic(out, grid_png(prompts, pixels.unflatten(0, (len(prompts), images))))
+    write_samples(config, policy or find_base(config), texts, images, seed, sampler == "sde", out)
     print(out)
 
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from margrpo.sources import Checkpoint, Prompts
+from margrpo.sources import Architecture, Checkpoint, Pretrain, Prompts
 from margrpo.switches import Guidance, Objective, Section
 
-__all__ = ["Config", "Guidance", "Objective", "Sampler", "Section"]
+__all__ = ["Architecture", "Config", "Guidance", "Objective", "Pretrain", "Sampler", "Section"]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]*$", max_length=64)]
 
@@ -25,37 +25,10 @@ class Sampler(Section):
         description="last denoising step: noiseless and unscored, or with noise (released flow code)",
     )
     temperature: float = Field(1.0, gt=0.0, le=2.0, description="factor on the noise of a DDPM; 1 for a flow")
-
-
-class Architecture(Section):
-    """Size of the embedded tiny policy."""
-
-    width: int = Field(96, ge=8, le=1024, multiple_of=4, description="D of the backbone")
-    depth: int = Field(3, ge=1, le=32, description="backbone blocks")
-    heads: int = Field(4, ge=1, le=32, description="attention heads; divides width")
-    head_width: int = Field(96, ge=8, le=1024, description="width of the diffusion head")
-    head_depth: int = Field(2, ge=1, le=16, description="AdaLN blocks of the head")
-    channels: int = Field(16, ge=1, le=192, description="C: PCA dimensions of an 8x8x3 patch")
-
-    @model_validator(mode="after")
-    def heads_divide_width(self) -> Architecture:
-        """Refuse a width that the heads do not divide."""
-        if self.width % self.heads:
-            raise ValueError(f"heads\0{self.heads}\0a divisor of width {self.width}")
-        return self
-
-
-class Pretrain(Section):
-    """Pretraining of the tiny policy (deterministic; used by checkpoint.source pretrain)."""
-
-    images: int = Field(24000, ge=64, le=1_000_000, description="rendered training scenes")
-    steps: int = Field(2400, ge=1, le=1_000_000, description="optimizer steps")
-    batch_size: int = Field(64, ge=1, le=4096, description="images per step")
-    learning_rate: float = Field(2.0e-3, gt=0.0, le=1.0, description="peak rate, cosine to a tenth")
-    ema: float = Field(0.995, ge=0.0, lt=1.0, description="decay of the averaged weights that are kept")
-    null_prompt: float = Field(0.1, ge=0.0, lt=1.0, description="share of prompts dropped for guidance")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="seed of scenes, weights and batches")
-    architecture: Architecture = Architecture()
+    guidance_schedule: Literal["constant", "linear"] = Field(
+        "constant",
+        description="CFG scale over AR steps, also in rollouts: linear grows from 1 with the known tokens (MAR)",
+    )
 
 
 class Lora(Section):
@@ -97,6 +70,12 @@ class Train(Section):
         False, description="keep the reference on the CPU while it is not needed; not with lora"
     )
     lora: Lora | None = Field(None, description="train adapters; the reference is the policy without them")
+    ema: float | None = Field(
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="decay of averaged weights, which are then validated, saved and evaluated; null = none",
+    )
     validation_every: int = Field(10, ge=1, le=1_000_000, description="updates between validations")
     validation_images: int = Field(128, ge=2, le=100_000, description="images of one validation (SDE)")
     checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="updates between resume states")
@@ -167,7 +146,16 @@ class Evaluation(Section):
     samplers: list[Literal["ode", "sde"]] = Field(
         ["ode", "sde"], min_length=1, description="how images are drawn"
     )
-    guidance: float = Field(1.0, ge=1.0, le=50.0, description="CFG scale of the evaluation")
+    guidance: float = Field(1.0, ge=1.0, le=50.0, description="CFG scale of validation and evaluation")
+    guidance_renorm: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="NOVA, ode: least factor on guided outputs longer than conditional ones",
+    )
+    guidance_trunc: float = Field(
+        0.0, ge=0.0, le=1000.0, description="NOVA, ode: no guidance at times below this (of 1000)"
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where policies are evaluated")
     kl_prompts: int = Field(
         32, ge=1, le=10_000, description="prompts of the common state set for the KL to the base"
@@ -176,6 +164,22 @@ class Evaluation(Section):
         128, ge=1, le=65_536, description="images sampled together; does not change results"
     )
     grid_prompts: int = Field(8, ge=1, le=32, description="rows of the sample grid")
+
+    @property
+    def tuned(self) -> bool:
+        """Whether images are drawn with the options of NOVA's own pipeline."""
+        return self.guidance_renorm < 1.0 or self.guidance_trunc > 0.0
+
+    @model_validator(mode="after")
+    def options_are_applied(self) -> Evaluation:
+        """Refuse options of NOVA's pipeline where they would change nothing or are not defined."""
+        if self.tuned and self.guidance == 1.0:
+            raise ValueError(f"guidance\0{self.guidance}\0above 1 with guidance_renorm or guidance_trunc")
+        if self.tuned and self.samplers != ["ode"]:
+            raise ValueError(
+                f"samplers\0{self.samplers}\0[ode] with guidance_renorm or guidance_trunc (noiseless steps only)"
+            )
+        return self
 
 
 class Run(Section):
@@ -255,6 +259,10 @@ class Config(Section):
             raise ValueError(
                 f"train.ar_steps\0{self.train.ar_steps}\0"  # then a new literal: \01 is another escape
                 f"1..sampler.ar_steps ({self.sampler.ar_steps})"
+            )
+        if self.evaluation.tuned and self.sampler.guidance_schedule != "constant":
+            raise ValueError(
+                "sampler.guidance_schedule\0linear\0constant with evaluation.guidance_renorm or guidance_trunc"
             )
         scored = self.sampler.denoising_steps - (self.sampler.final_step == "deterministic")
         if self.train.denoising_steps > scored:

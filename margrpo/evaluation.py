@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from margrpo import rewards
+from margrpo import noise, rewards
+from margrpo.base import released_folder
 from margrpo.benchmarks import scenes
 from margrpo.checkpoints import load_policy, write_atomic
 from margrpo.config import Config
@@ -94,6 +95,7 @@ def evaluate(
 def load(path: Path, config: Config) -> Policy:
     """Return a policy that is ready to sample."""
     policy = load_policy(path).eval().to(config.evaluation.device)
+    policy.locate(lambda: released_folder(config))
     policy.configure(config.sampler)
     return policy
 
@@ -101,6 +103,31 @@ def load(path: Path, config: Config) -> Policy:
 def choose(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
     """Return `count` prompts (None: all) taken from categories, seen and unseen, in turn; order kept."""
     return list(prompts) if count is None else [prompts[index] for index in spread(_groups(prompts), count)]
+
+
+@torch.no_grad()
+def draw(
+    policy: Policy, config: Config, texts: Sequence[str], seeds: Sequence[int], stochastic: bool
+) -> Tensor:
+    """Return an image [3, H, W] in [0, 1] per text and seed, drawn as the sections sampler and evaluation say."""
+    steps, guidance = config.sampler.ar_steps, config.evaluation
+    if not guidance.tuned:
+        tokens = generate(policy, texts, seeds, steps, guidance.guidance, stochastic).tokens
+        return policy.decode(tokens)
+    device = next(policy.parameters()).device
+    shape = (policy.tokens, policy.channels)
+    initial = torch.stack(
+        [noise.normal(seeds, "initial", k, shape) for k in range(len(policy.ar_schedule(steps)))]
+    )
+    tokens = policy.sample_tuned(
+        texts,
+        noise.orders(seeds, policy.tokens).to(device),
+        initial.to(device),
+        guidance.guidance,
+        guidance.guidance_renorm,
+        guidance.guidance_trunc,
+    )
+    return policy.decode(tokens)
 
 
 @torch.no_grad()
@@ -117,15 +144,8 @@ def sample(policy: Policy, config: Config, prompts: Sequence[Prompt], stochastic
     size = config.evaluation.batch_size
     for start in range(0, len(seeds), size):
         batch = repeated[start : start + size]
-        rollout = generate(
-            policy,
-            [prompt.text for prompt in batch],
-            seeds[start : start + size],
-            config.sampler.ar_steps,
-            config.evaluation.guidance,
-            stochastic,
-        )
-        drawn = policy.decode(rollout.tokens).cpu()
+        texts = [prompt.text for prompt in batch]
+        drawn = draw(policy, config, texts, seeds[start : start + size], stochastic).cpu()
         total, strict = _score(config, drawn, batch)
         images.append(drawn)
         totals.append(total)
@@ -204,7 +224,9 @@ def kl_to_base(policy: Policy, base: Policy, config: Config, prompts: Sequence[P
     for step in rollout.steps:
         z = take(policy.backbone(step.tokens, step.known, condition), step.index)
         null_z = None if null is None else take(policy.backbone(step.tokens, step.known, null), step.index)
-        divergence = _divergence(policy, base, step, z, null_z, config.evaluation.guidance)
+        after = policy.tokens - int(step.known[0].sum()) - step.committed
+        scale = policy.guidance_at(config.evaluation.guidance, after)
+        divergence = _divergence(policy, base, step, z, null_z, scale)
         total += float(divergence.double().sum())
         number += divergence.numel()
     return total / number

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from margrpo.adapters import adapters_off, add_adapters, merged_state
+from margrpo.base import released_folder
 from margrpo.checkpoints import load_policy
 from margrpo.config import Config
 from margrpo.errors import ConfigError, MargrpoError
@@ -47,6 +48,8 @@ class Models:
         if train.gradient_checkpointing:
             recompute_blocks(self.policy)
         self._precision = train.precision
+        self._decay = train.ema
+        self.average: dict[str, Tensor] | None = None if train.ema is None else self.weights()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the parameters that learn by name, in the policy's order."""
@@ -71,6 +74,32 @@ class Models:
         Weights stay float32 (a step of 1e-6 would vanish in bf16), and so do transitions and log-probs.
         """
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bf16")
+
+    def track(self) -> None:
+        """Move the average towards the weights, after each step of the optimizer (nothing without `train.ema`)."""
+        if self.average is None or self._decay is None:
+            return
+        for name, value in self.trainable().items():
+            self.average[name].lerp_(value.detach().to("cpu"), 1.0 - self._decay)
+
+    def chosen(self) -> dict[str, Tensor]:
+        """Return a copy of what checkpoints hold: the average with `train.ema`, else the weights."""
+        if self.average is None:
+            return self.weights()
+        return {name: value.clone() for name, value in self.average.items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the policy have its average as weights meanwhile (nothing without `train.ema`)."""
+        if self.average is None:
+            yield
+            return
+        current = self.weights()
+        self.set_weights(self.average)
+        try:
+            yield
+        finally:
+            self.set_weights(current)
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of what training changes, on the CPU."""
@@ -106,6 +135,7 @@ def _recomputed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> An
 
 def _load(base: Path, config: Config) -> Policy:
     policy = load_policy(base).eval()
+    policy.locate(lambda: released_folder(config))
     policy.configure(config.sampler)
     return policy
 

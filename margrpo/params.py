@@ -35,7 +35,9 @@ def load_config(
     params = load_params(path, overrides, profile)
     changed = profile is not None or bool(overrides)
     if changed and not any(item.startswith("profiles") for item in overrides):
-        params.pop("profiles", None)  # overlays on the file as it is: they need not fit what was changed on top
+        params.pop(
+            "profiles", None
+        )  # overlays on the file as it is: they need not fit what was changed on top
     return build_config(params)
 
 
@@ -100,9 +102,15 @@ def build_objective(config: Config, variant: str) -> Objective:
         raise ConfigError.of("variant", variant, f"allowed: {', '.join(config.variants)}")
     merged = overlay(config.objective.model_dump(), config.variants[variant])
     try:
-        return Objective.model_validate(merged)
+        objective = Objective.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(f"variants.{variant}.{explain(error, Objective)}") from None
+    if objective.guidance.logprob == "guided" and config.sampler.guidance_schedule != "constant":
+        allowed = (
+            "allowed: conditional with sampler.guidance_schedule linear (tokens of many AR steps are scored)"
+        )
+        raise ConfigError.of(f"variants.{variant}.guidance.logprob", "guided", allowed)
+    return objective
 
 
 def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

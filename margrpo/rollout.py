@@ -224,7 +224,8 @@ def generate(
         step_noise = _step_noise(seeds, k, policy, index) if stochastic else None
         recorded = k in recording.ar_steps
         keep = recording.denoising_steps if recorded else ()
-        trajectories = denoise(policy, z, null_z, guidance, x, step_noise, keep)
+        scale = policy.guidance_at(guidance, length - start - count)
+        trajectories = denoise(policy, z, null_z, scale, x, step_noise, keep)
         if recorded:
             steps.append(RecordedStep(k, tokens, known, index, count, trajectories, z, null_z, earlier))
         earlier = trajectories.final[:, count:] if needs_all else None

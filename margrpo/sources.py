@@ -1,4 +1,4 @@
-"""Where base policy and prompts come from: two sections of params.yaml."""
+"""Where base policy and prompts come from: three sections of params.yaml."""
 
 from __future__ import annotations
 
@@ -65,6 +65,37 @@ class Checkpoint(Section):
             if not parts or name.startswith("/") or ".." in parts or "\\" in name or "*" in name:
                 raise ValueError(f"files\0{name}\0relative names such as transformer/config.json")
         return self
+
+
+class Architecture(Section):
+    """Size of the embedded tiny policy."""
+
+    width: int = Field(96, ge=8, le=1024, multiple_of=4, description="D of the backbone")
+    depth: int = Field(3, ge=1, le=32, description="backbone blocks")
+    heads: int = Field(4, ge=1, le=32, description="attention heads; divides width")
+    head_width: int = Field(96, ge=8, le=1024, description="width of the diffusion head")
+    head_depth: int = Field(2, ge=1, le=16, description="AdaLN blocks of the head")
+    channels: int = Field(16, ge=1, le=192, description="C: PCA dimensions of an 8x8x3 patch")
+
+    @model_validator(mode="after")
+    def heads_divide_width(self) -> Architecture:
+        """Refuse a width that the heads do not divide."""
+        if self.width % self.heads:
+            raise ValueError(f"heads\0{self.heads}\0a divisor of width {self.width}")
+        return self
+
+
+class Pretrain(Section):
+    """Pretraining of the tiny policy (deterministic; used by checkpoint.source pretrain)."""
+
+    images: int = Field(24000, ge=64, le=1_000_000, description="rendered training scenes")
+    steps: int = Field(2400, ge=1, le=1_000_000, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, le=4096, description="images per step")
+    learning_rate: float = Field(2.0e-3, gt=0.0, le=1.0, description="peak rate, cosine to a tenth")
+    ema: float = Field(0.995, ge=0.0, lt=1.0, description="decay of the averaged weights that are kept")
+    null_prompt: float = Field(0.1, ge=0.0, lt=1.0, description="share of prompts dropped for guidance")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="seed of scenes, weights and batches")
+    architecture: Architecture = Architecture()
 
 
 class Prompts(Section):

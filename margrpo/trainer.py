@@ -126,9 +126,9 @@ class _Loop:
             reward = row["validation/reward"] = self.updater.validate()
             if reward > self.best["reward"]:
                 self.best = {"update": update, "reward": reward}
-                self.snapshots["best"] = self.updater.models.weights()
+                self.snapshots["best"] = self.updater.models.chosen()
         if update == train.milestone:
-            self.snapshots["milestone"] = self.updater.models.weights()
+            self.snapshots["milestone"] = self.updater.models.chosen()
         return row
 
     def _watch(self, row: Mapping[str, float]) -> None:
@@ -149,7 +149,7 @@ class _Loop:
 
     def _finish(self, out: Path, name: str) -> TrainResult:
         updater = self.updater
-        now = updater.models.weights()
+        now = updater.models.chosen()
         weights = {"last": now, "milestone": now, **self.snapshots}
         hashes = {}
         provenance = {"run": name, "base_sha256": updater.base_sha256, "updates": self.done}
@@ -183,6 +183,8 @@ class _Loop:
 
     def _save(self, path: Path) -> None:
         tensors = {f"policy/{name}": value for name, value in self.updater.models.weights().items()}
+        average = self.updater.models.average or {}
+        tensors |= {f"average/{name}": value for name, value in average.items()}
         for label, weights in self.snapshots.items():
             tensors |= {f"snapshot/{label}/{name}": value for name, value in weights.items()}
         for index, state in self.updater.optimizer.state_dict()["state"].items():
@@ -198,11 +200,15 @@ class _Loop:
     def _restore(self, path: Path) -> dict[str, list[dict[str, float]]]:
         tensors, meta = load_state(path)
         policy: dict[str, Tensor] = {}
+        average: dict[str, Tensor] = {}
         moments: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             kind, rest = key.split("/", 1)
             if kind == "policy":
                 policy[rest] = value
+                continue
+            if kind == "average":
+                average[rest] = value
                 continue
             label, name = rest.split("/", 1)
             if kind == "snapshot":
@@ -211,9 +217,11 @@ class _Loop:
                 moments.setdefault(int(label), {})[name] = value
         optimizer = self.updater.optimizer.state_dict()
         names = self.updater.models.trainable().keys()
-        if policy.keys() != names or len(moments) != len(names):
+        averaged = names if self.updater.models.average is not None else {}
+        if policy.keys() != names or len(moments) != len(names) or average.keys() != set(averaged):
             raise MargrpoError(f"{path}: resume state of another run; remove the file to start anew")
         self.updater.models.set_weights(policy)
+        self.updater.models.average = average or None
         self.updater.optimizer.load_state_dict({**optimizer, "state": moments})
         self.done, self.flat = meta["done"], meta["flat"]
         self.best = meta["best"] or self.best

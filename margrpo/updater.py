@@ -202,6 +202,7 @@ class Updater:
             if not torch.isfinite(torch.tensor(number)):
                 raise TrainingError(f"{self.variant}-{self.seed}: the {name} is {number} at update {update}")
         self.optimizer.step()
+        self.models.track()
         return {
             "clip_ratio": clipped / units if units else 0.0,
             "loss": value,
@@ -238,12 +239,13 @@ class Updater:
         each = -(-count // workers.count)
         share = [i % count for i in range(workers.index * each, (workers.index + 1) * each)]
         guidance = self.config.evaluation.guidance
-        drawn = [
-            self._generate(
-                [prompts[share[i]] for i in part], [image_seeds[share[i]] for i in part], guidance
-            )[1]
-            for part in chunks(range(each), train.micro_batch)
-        ]
+        with self.models.averaged():
+            drawn = [
+                self._generate(
+                    [prompts[share[i]] for i in part], [image_seeds[share[i]] for i in part], guidance
+                )[1]
+                for part in chunks(range(each), train.micro_batch)
+            ]
         images = workers.gather(torch.cat(drawn))[:count]  # the last process may have drawn some twice
         total = workers.on_main(lambda: self._scores(images, prompts, None)).total
         self.seconds["validation_s"] = time.perf_counter() - started

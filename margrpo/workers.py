@@ -18,6 +18,8 @@ from margrpo.config import Train
 from margrpo.errors import ConfigError
 
 T = TypeVar("T")
+_SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+"""Set by `accelerate launch` for modes that would be ignored silently."""
 
 
 class Workers:
@@ -30,10 +32,15 @@ class Workers:
         count, index: processes, and which one this is. device: where this one computes.
 
     Raises:
-        ConfigError: an update's images do not divide among the processes, or there is no CUDA device.
+        ConfigError: an update's images do not divide among the processes, there is no CUDA device, or accelerate
+            is configured to shard the weights.
     """
 
     def __init__(self, train: Train) -> None:
+        for name in _SHARDING:
+            if os.environ.get(name, "").lower() in ("1", "true"):
+                allowed = "allowed: data parallelism alone, every process holds the whole policy (accelerate config)"
+                raise ConfigError.of(name, os.environ[name], allowed)
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self.index = int(os.environ.get("RANK", "0"))
         images = train.prompts_per_update * train.images_per_prompt

@@ -71,8 +71,7 @@ def write_checkpoint(config: Config) -> None:
         if given.sha256 is None and found.exists():
             allowed = f"allowed with a path: the file's hash, {base_sha256(config, found)}"
             raise ConfigError.of("checkpoint.sha256", None, allowed)
-        config = config.model_copy(update={"checkpoint": given.model_copy(update={"path": str(found)})})
-    digest = write_base(config, paths.BASE)
+    digest = write_base(_at_home(config), paths.BASE)
     facts = {"source": given.source, "sha256": digest, "header": read_header(paths.BASE)}
     text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     write_atomic(paths.BASE.with_suffix(".json"), text.encode())
@@ -100,7 +99,9 @@ def train(config: Config, run: str) -> None:
         prompts = {split: read_prompts(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")}
         resume = paths.state("resume", key, "state.safetensors")
         try:
-            trainer.train(config, variant, seed, paths.BASE, prompts, paths.RUNS / run, logs, resume)
+            trainer.train(
+                _at_home(config), variant, seed, paths.BASE, prompts, paths.RUNS / run, logs, resume
+            )
         except Exception:
             jobs.finish(job, "FAILED", files)
             raise
@@ -127,7 +128,8 @@ def evaluate(config: Config, run: str) -> None:
         key = cell_key(config, *_cell(config, run))
     job = jobs.announce(_run_job(config, "evaluate", run, key, out))
     try:
-        evaluate_policies(config, policies, paths.BASE, out, read_prompts(paths.PROMPTS / "test.jsonl"))
+        prompts = read_prompts(paths.PROMPTS / "test.jsonl")
+        evaluate_policies(_at_home(config), policies, paths.BASE, out, prompts)
     except Exception:
         jobs.remove(job)
         raise
@@ -164,7 +166,17 @@ def cell_key(config: Config, variant: str, seed: int) -> str:
 def _cell_params(config: Config, variant: str, seed: int) -> dict[str, Any]:
     sections = {name: getattr(config, name).model_dump() for name in ("sampler", "train", "reward")}
     objective = config.objective_of(variant).model_dump()
-    return {"variant": variant, "seed": seed, **sections, "objective": objective}
+    validated = {"guidance": config.evaluation.guidance}
+    return {"variant": variant, "seed": seed, **sections, "objective": objective, "evaluation": validated}
+
+
+def _at_home(config: Config) -> Config:
+    """Return the params with a relative checkpoint.path taken from the project, also in a scratch clone."""
+    given = config.checkpoint
+    if given.path is None:
+        return config
+    found = paths.home() / Path(given.path).expanduser()
+    return config.model_copy(update={"checkpoint": given.model_copy(update={"path": str(found)})})
 
 
 def _base_sha256() -> str:

@@ -16,6 +16,12 @@ for _name in ("MARGRPO_HOME", "MARGRPO_PROFILE", "MARGRPO_PREFECT_RUN"):
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name a folder for what several tests share; pytest removes it with its own."""
+    os.environ["MARGRPO_TEST_FOLDER"] = str(tmp_path_factory.mktemp("shared"))
+
+
 @pytest.fixture
 def project_root() -> Path:
     """Return the repository."""

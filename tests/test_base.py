@@ -53,6 +53,22 @@ def test_a_released_folder_becomes_the_base_policy(folder: Path, tmp_path: Path)
     assert all(torch.equal(v, written.state_dict()[n]) for n, v in released.state_dict().items())
 
 
+@pytest.mark.parametrize(("revision", "warns"), [("main", True), ("v1", True), (COMMIT, False)])
+def test_a_revision_that_can_move_is_a_warning(
+    revision: str,
+    warns: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(hub, "fetch", lambda given: folder)
+    monkeypatch.setattr(hub, "commit_of", lambda found: "c" * 40)
+    assert base.find_base(checkpoint(source="hub", id=REPOSITORY, revision=revision)) == folder
+    text = capsys.readouterr().err
+    assert (f"checkpoint.revision {revision} can move" in text) == warns
+    assert (f"pin the commit {'c' * 40}\n" in text) == warns
+
+
 def test_the_hash_of_a_folder_is_that_of_sha256sum(folder: Path) -> None:
     config = checkpoint(source="path", path=str(folder))
     listed = subprocess.run(["sha256sum", *FILES], cwd=folder, capture_output=True, check=True).stdout

@@ -75,6 +75,13 @@ def test_images_that_do_not_divide_are_refused_before_anything_is_loaded(
         Workers(make_config().train)  # 2 slots of 3 images
 
 
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_sharded_weights_are_refused_instead_of_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ConfigError, match=f"{name}: true; allowed: data parallelism alone"):
+        Workers(make_config().train)
+
+
 def test_a_missing_gpu_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")

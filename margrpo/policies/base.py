@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from margrpo.config import Sampler
 from margrpo.diffusion import Transition
+from margrpo.errors import ConfigError
 
 
 class Condition:
@@ -46,12 +48,14 @@ class Policy(nn.Module):
         tokens: L, tokens per image.
         channels: C, channels of a token.
         transition: the Gaussian transitions of the head's T denoising steps.
+        guidance_schedule: how the CFG scale changes over AR steps, see `guidance_at`.
     """
 
     kind = ""
     tokens: int
     channels: int
     transition: Transition
+    guidance_schedule = "constant"
 
     @property
     def rows(self) -> int:
@@ -66,6 +70,43 @@ class Policy(nn.Module):
     def describe(self) -> dict[str, Any]:
         """Return what a checkpoint stores beside the weights (JSON types)."""
         raise NotImplementedError
+
+    def locate(self, find: Callable[[], Path | None]) -> None:
+        """Say where the released checkpoint lies, for parts that saved policies leave there (default: none).
+
+        find: called when such a part is needed; returns its folder, or None if there is none.
+        """
+
+    def guidance_at(self, scale: float, unknown: int) -> float:
+        """Return the CFG scale of an AR step that leaves `unknown` tokens unknown.
+
+        Under the linear schedule it grows from 1 with the share of known tokens; the last step counts one token as
+        unknown (LTH14/mar, `sample_tokens`).
+        """
+        if self.guidance_schedule == "constant":
+            return scale
+        return 1 + (scale - 1) * (self.tokens - max(1, unknown)) / self.tokens
+
+    def sample_tuned(
+        self,
+        prompts: Sequence[str],
+        order: Tensor,
+        initial: Tensor,
+        scale: float,
+        renorm: float,
+        trunc: float,
+    ) -> Tensor:
+        """Return tokens [B, L, C] of noiseless sampling with the guidance options of NOVA's own pipeline.
+
+        Args:
+            order: int64 [B, L], the commit order. initial: [K, B, L, C], a standard normal canvas per AR step.
+            scale, renorm, trunc: see `evaluation.guidance*` of the params.
+
+        Raises:
+            ConfigError: the model's own code has no such options.
+        """
+        allowed = f"allowed with a {self.kind} policy: 1.0, and guidance_trunc 0 (they are NOVA's)"
+        raise ConfigError.of("evaluation.guidance_renorm", f"{renorm}, guidance_trunc {trunc}", allowed)
 
     def encode(self, prompts: Sequence[str | None]) -> Condition:
         """Return the condition of prompts; `None` is the null prompt of classifier-free guidance."""

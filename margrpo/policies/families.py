@@ -51,7 +51,7 @@ def sketch_released(folder: Path) -> Policy:
 
         files = ("transformer/config.json", "scheduler/scheduler_config.json")
         config, scheduler = (read_json(folder / name) for name in files)
-        return NovaPolicy(config, scheduler, folder)
+        return NovaPolicy(config, scheduler, str(folder / files[0]))
     if not (folder / "config.json").is_file():
         raise MargrpoError(
             f"{folder}: no config.json to estimate from; allowed: one as `margrpo train` reads"

@@ -38,6 +38,7 @@ QUESTION = "Generate an image: {prompt}"
 NULL_QUESTION = "Generate an image."
 
 
+TRAINED_FILE = "mar.safetensors"
 _TOKENIZER_LIMIT = 64 * 2**20
 _MAR_TYPE = {"0.5b": "mar_base", "1.5b": "mar_huge"}
 
@@ -186,7 +187,8 @@ def read_harmon(path: Path, grid: tuple[int, int] | None = None) -> HarmonPolicy
 
     Reads the folder of the Hugging Face form (config.json with llm and mar) and the flat .pth of the first
     release, whose size is recognised by the width of its language model. The autoencoder comes from `vae.*` or
-    from kl16.ckpt, the tokenizer from tokenizer.json.
+    from kl16.ckpt, the tokenizer from tokenizer.json. A mar.safetensors beside them replaces the MAR part: that is all
+    that the released MAR-GRPO code saves.
 
     Args:
         grid: tokens (rows, columns); default image_shape of config.json, else 512 x 512 pixels.
@@ -204,7 +206,9 @@ def read_harmon(path: Path, grid: tuple[int, int] | None = None) -> HarmonPolicy
     vae = load_vae(inside, config) if inside.shapes else read_vae(folder, config)
     policy = HarmonPolicy(architecture, llm, shape, vae, _read_tokenizer(folder / "tokenizer.json"))
     load_strictly(policy.llm, weights.select("llm.model."), LLM_CAUSES)
-    load_strictly(policy.mar, weights.select("mar.").rename(own_name), CAUSES)
+    trained = folder / TRAINED_FILE
+    mar = _bare(open_weights(trained)) if trained.is_file() else weights.select("mar.")
+    load_strictly(policy.mar, mar.rename(own_name), CAUSES)
     for name in ("proj_in", "proj_out"):
         causes = [Cause("", "the kind of model", f"llm.hidden_size and encoder_embed_dim ({name})")]
         load_strictly(policy.get_submodule(name), weights.select(f"{name}."), causes)
@@ -214,6 +218,14 @@ def read_harmon(path: Path, grid: tuple[int, int] | None = None) -> HarmonPolicy
         raise MargrpoError(f"{weights.source}: has unknown {', '.join(stray[:3])} ({len(stray)} in all)")
     policy.freeze()
     return policy
+
+
+def _bare(weights: Weights) -> Weights:
+    """Return MAR weights under bare names, also if all have the prefix `mar.` or `module.mar.`."""
+    for prefix in ("module.mar.", "mar."):
+        if weights.shapes and all(name.startswith(prefix) for name in weights.shapes):
+            return weights.select(prefix)
+    return weights
 
 
 def sketch_harmon(config: Mapping[str, Any], file: Path) -> HarmonPolicy:

@@ -236,6 +236,7 @@ class MaskedPolicy(Policy):
         steps = sampler.denoising_steps
         spacing = own if len(respace(own)) == steps else str(steps)
         self.transition = spaced_ddpm(spacing, sampler.temperature)
+        self.guidance_schedule = sampler.guidance_schedule
 
     def ar_schedule(self, steps: int) -> list[int]:
         """Return n_k of the cosine schedule; at least one token stays unknown until the last step.

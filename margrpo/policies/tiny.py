@@ -189,6 +189,7 @@ class TinyPolicy(Policy):
             raise ConfigError.of("sampler.temperature", sampler.temperature, allowed)
         sigmas = torch.linspace(1.0, 0.0, sampler.denoising_steps + 1, dtype=torch.float64)
         self.transition = FlowSDE(sigmas, sampler.eta, sampler.final_step)
+        self.guidance_schedule = sampler.guidance_schedule
 
     def ar_schedule(self, steps: int) -> list[int]:
         """Return n_k of the cosine schedule: before AR step k, round(L cos(pi k / 2K)) tokens are unknown."""

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
 
 from margrpo.checkpoints import SHIPPED, load_policy, sha256
 from margrpo.cli import run
+from margrpo.config import Sampler
+from margrpo.rollout import generate
 from pipeline.cli import app
 
 COMMANDS = ["pretrain", "train", "evaluate", "diagnose", "sample", "reproduce", "report"]
@@ -62,7 +65,8 @@ def test_every_command_has_the_common_options(command: str, capsys: pytest.Captu
         (["reproduce", "--set", "train.updates=0"], "train.updates: 0; allowed"),
         (["reproduce"], "no dvc.yaml here"),
         (["report"], "reports"),
-        (["sample", "a red circle", "--out", "picture.gif"], "ends in .png"),
+        (["sample", "a red circle", "--out", "params.yaml"], "--out: params.yaml; allowed: a folder"),
+        (["sample"], "prompt: none; allowed: at least one"),
         (["sample", "a red circle", "--sampler", "euler"], "ode | sde"),
         (["sample", "a purple circle"], "purple"),
         (["sample", "a red circle", "--checkpoint", "none.safetensors"], "none.safetensors: no such file"),
@@ -96,16 +100,28 @@ def test_console_script_exits_with_two(project: Path, project_root: Path) -> Non
     )
 
 
-def test_sample_writes_a_grid_and_is_repeatable(project: Path) -> None:
-    arguments = ["sample", "a red circle", "two blue squares", "--images", "3", "--sampler", "sde"]
-    assert run(app, [*arguments, "--out", "first.png"]) == 0
-    assert run(app, [*arguments, "--out", "second.png"]) == 0
-    assert run(app, [*arguments, "--out", "other.png", "--seed", "1"]) == 0
-    assert (project / "first.png").read_bytes() == (project / "second.png").read_bytes()
-    assert (project / "first.png").read_bytes() != (project / "other.png").read_bytes()
-    with Image.open(project / "first.png") as image:
-        assert image.width > 3 * 32
-        assert image.height > 2 * 32
+def test_sample_writes_images_a_grid_and_their_seeds(project: Path) -> None:
+    arguments = ["sample", "--prompt", "a red circle", "two blue squares", "--n", "3", "--sampler", "sde"]
+    arguments += ["--policy", str(SHIPPED)]
+    for out, seed in (("first", "0"), ("second", "0"), ("other", "1")):
+        assert run(app, [*arguments, "--out", out, "--seed", seed]) == 0
+    names = [f"{row:03d}-{column:03d}.png" for row in range(2) for column in range(3)]
+    assert sorted(p.name for p in (project / "first").iterdir()) == [*names, "grid.png", "samples.json"]
+    for name in (*names, "grid.png"):
+        first, second, other = ((project / out / name).read_bytes() for out in ("first", "second", "other"))
+        assert first == second != other
+    facts = json.loads((project / "first" / "samples.json").read_text())
+    assert facts["settings"]["sha256"] == sha256(SHIPPED)
+    assert [entry["prompt"] for entry in facts["images"]] == ["two blue squares"] * 3 + ["a red circle"] * 3
+    # the recorded seed alone makes the image again
+    policy, fourth = load_policy(SHIPPED), facts["images"][3]
+    policy.configure(Sampler())
+    image = policy.decode(generate(policy, [fourth["prompt"]], [fourth["seed"]], 6).tokens)[0]
+    with Image.open(project / "first" / fourth["file"]) as picture:
+        assert picture.size == (32, 32)
+        assert abs(np.asarray(picture) / 255 - image.permute(1, 2, 0).numpy()).max() <= 0.51 / 255
+    with Image.open(project / "first" / "grid.png") as grid:
+        assert grid.width > 3 * 32
 
 
 def test_train_then_evaluate(project: Path) -> None:

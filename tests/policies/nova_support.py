@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ DDPM = {
 @functools.cache
 def folder(name: str = "abs", ddpm: bool = False) -> Path:
     """Return a complete checkpoint folder (made once per test session)."""
-    made = Path(tempfile.mkdtemp(prefix="margrpo-nova-")) / name
+    made = Path(os.environ["MARGRPO_TEST_FOLDER"]) / f"{name}-{'ddpm' if ddpm else 'flow'}" / name
     complete_folder(GOLDEN / name, made)
     if ddpm:
         (made / "scheduler" / "scheduler_config.json").write_text(json.dumps(DDPM))
@@ -52,7 +52,7 @@ def load(name: str = "abs", ddpm: bool = False, **sampler: Any) -> NovaPolicy:
 
 def random_policy(config: dict[str, Any], seed: int = 0) -> NovaPolicy:
     """Return a policy of another size with normal weights of std 0.2."""
-    policy = NovaPolicy(config, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, Path("nowhere"))
+    policy = NovaPolicy(config, {"_class_name": "FlowMatchEulerDiscreteScheduler"})
     policy.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     for value in policy.state_dict().values():

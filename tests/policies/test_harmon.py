@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from margrpo.checkpoints import load_policy, save_policy
 from margrpo.errors import ConfigError, MargrpoError
 from margrpo.policies.base import Condition
-from margrpo.policies.harmon import HarmonPolicy, condition_of, question, read_harmon
+from margrpo.policies.harmon import TRAINED_FILE, HarmonPolicy, condition_of, question, read_harmon
 from margrpo.policies.mar import mar_architecture
 from margrpo.policies.masked import MaskedArchitecture
 from margrpo.policies.qwen import QWEN, LlmArchitecture
@@ -170,6 +170,30 @@ def test_a_saved_policy_is_the_same_policy(tmp_path: Path) -> None:
     assert {n: p.requires_grad for n, p in loaded.named_parameters()} == {
         n: p.requires_grad for n, p in policy.named_parameters()
     }
+
+
+@pytest.mark.parametrize("prefix", ["mar.", "module.mar.", ""])
+def test_a_released_rl_checkpoint_holds_the_mar_part_and_needs_the_base_folder(
+    prefix: str, tmp_path: Path
+) -> None:
+    folder = trainable_folder("harmon", tmp_path)
+    base = read_harmon(folder).state_dict()
+    released = load_file(folder / "model.safetensors")
+    mar = {n.removeprefix("mar."): v + 0.5 for n, v in released.items() if n.startswith("mar.")}
+    save_file({prefix + name: value for name, value in mar.items()}, folder / TRAINED_FILE)
+    combined = read_harmon(folder).state_dict()
+    assert combined.keys() == base.keys()
+    for name, value in combined.items():
+        assert torch.equal(value, base[name] + 0.5 if name.startswith("mar.") else base[name])
+    save_policy(read_harmon(folder), tmp_path / "own.safetensors", {})
+    assert all(
+        torch.equal(v, combined[n]) for n, v in load_policy(tmp_path / "own.safetensors").state_dict().items()
+    )
+    mar.pop("mask_token")
+    save_file({prefix + name: value for name, value in mar.items()}, folder / TRAINED_FILE)
+    with pytest.raises(MargrpoError, match=r"mar\.safetensors: lacks mask_token") as error:
+        read_harmon(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_autoencoder_and_tied_output_layer_may_be_elsewhere(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from margrpo.policies.nova.positions import (
 )
 from margrpo.policies.nova.sampling import NovaGuidance, guide
 from margrpo.rollout import generate
-from tests.policies.nova_support import GOLDEN, largest, load, random_policy
+from tests.policies.nova_support import GOLDEN, folder, largest, load, random_policy
 
 SMALL = {
     "image_dim": 3,
@@ -241,7 +241,7 @@ def test_text_states_are_those_of_transformers() -> None:
     from transformers import PhiForCausalLM
 
     policy = load()
-    model = PhiForCausalLM.from_pretrained(policy.text.folder / "text_encoder").eval()
+    model = PhiForCausalLM.from_pretrained(folder() / "text_encoder").eval()
     tokenizer = policy.text
     states = tokenizer.states(["bcd", "b", "a longer one"], torch.device("cpu"))
     ids = tokenizer._tokenizer("bcd")["input_ids"]
@@ -255,7 +255,7 @@ def test_images_are_those_of_diffusers() -> None:
     from diffusers import AutoencoderKL
 
     policy = load()
-    vae = AutoencoderKL.from_pretrained(policy.decoder.folder / "vae").eval()
+    vae = AutoencoderKL.from_pretrained(folder() / "vae").eval()
     tokens = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0))
     images = policy.decode(tokens)
     assert images.shape == (2, 3, 64, 96)

@@ -169,8 +169,8 @@ def test_text_encoder_and_decoder_problems_are_one_line(copy: Path) -> None:
     assert "AutoencoderKLOpenSora; allowed: AutoencoderKL" in refusal(decode)
     for name in ("text_encoder", "vae"):
         shutil.rmtree(copy / name)
-    assert "text_encoder: missing; a NOVA policy encodes prompts" in refusal(encode)
-    assert "vae: missing; a NOVA policy encodes prompts" in refusal(decode)
+    assert f"{copy}: no text_encoder; a NOVA policy encodes prompts" in refusal(encode)
+    assert f"{copy}: no vae; a NOVA policy encodes prompts" in refusal(decode)
 
 
 def test_a_decoder_of_another_stride_is_refused(copy: Path) -> None:

@@ -22,6 +22,8 @@ PRESETS = list(load_config(PARAMS).variants)
 
 def settings(*overrides: str) -> Config:
     sizes = {
+        "checkpoint.source": "path",
+        "checkpoint.path": folder(),
         "reward.weights": "{jpeg_size: 1.0}",
         "sampler.ar_steps": 4,
         "sampler.denoising_steps": 5,
@@ -125,6 +127,7 @@ def test_the_condition_is_computed_once_per_micro_batch_with_the_same_gradient(
 def test_a_trained_policy_is_saved_and_comes_back(bases: dict[bool, Path], tmp_path: Path) -> None:
     policy = load_policy(bases[False])
     assert isinstance(policy, NovaPolicy)
+    policy.locate(folder)
     original = read_nova(folder())
     for name, value in original.state_dict().items():
         assert torch.equal(policy.state_dict()[name], value)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-from margrpo.errors import MargrpoError
 
 
 @contextmanager
@@ -32,13 +29,3 @@ def quiet() -> Iterator[None]:
         transformers.set_verbosity(levels[1])
         if bars:
             transformers.enable_progress_bar()
-
-
-def part_of(folder: Path, name: str) -> Path:
-    """Return a part of a checkpoint that saved policies do not contain; MargrpoError if it is gone."""
-    if not (folder / name).is_dir():
-        raise MargrpoError(
-            f"{folder / name}: missing; a NOVA policy encodes prompts and decodes images with the released "
-            "checkpoint's own folder: complete it, or move it back"
-        )
-    return folder / name

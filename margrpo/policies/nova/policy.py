@@ -16,6 +16,7 @@ from margrpo.errors import ConfigError
 from margrpo.policies.base import Condition, Policy
 from margrpo.policies.nova import schedule
 from margrpo.policies.nova.config import NovaConfig
+from margrpo.policies.nova.parts import Finder, Parts, marks_of
 from margrpo.policies.nova.positions import unpatchify
 from margrpo.policies.nova.text import TextEncoder
 from margrpo.policies.nova.transformer import NovaTransformer
@@ -46,32 +47,39 @@ def commit_counts(tokens: int, steps: int) -> list[int]:
 class NovaPolicy(Policy):
     """NOVA's transformer and head; a token is a patch of VAE latents, channel fastest.
 
-    The frozen text encoder and VAE are no part of the module: they are read from the folder when the first
-    prompt or image needs them, and a second copy of the policy (the reference) never does.
+    The frozen text encoder and VAE are no part of the module: they are read from the released checkpoint's folder
+    when the first prompt or image needs them, and a second copy of the policy (the reference) never does.
 
     Args:
         config: the mapping in `transformer/config.json`. scheduler: that in `scheduler_config.json`.
-        folder: the checkpoint folder with text encoder, tokenizer and VAE.
+        where: name of the config file for messages. marks: of the frozen parts, see `Parts`.
 
     Weights are on the meta device until `read_nova` or a checkpoint fills them.
     """
 
     kind = "nova"
 
-    def __init__(self, config: Mapping[str, Any], scheduler: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        scheduler: Mapping[str, Any],
+        where: str = f"{_TRANSFORMER}/config.json",
+        marks: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
-        self.config = NovaConfig.parse(config, str(folder / _TRANSFORMER / "config.json"))
+        self.config = NovaConfig.parse(config, where)
         schedule.check_scheduler(scheduler)
         self.scheduler = dict(scheduler)
-        self.source = {"config": dict(config), "scheduler": dict(scheduler), "folder": str(folder)}
+        self.parts = Parts(marks or {})
+        self.source = {"config": dict(config), "scheduler": dict(scheduler), "parts": self.parts.marks}
         with torch.device("meta"):
             self.transformer = NovaTransformer(self.config)
         # embeds given frames; text-to-image has none, so it has no gradient
         self.transformer.video_encoder.patch_embed.requires_grad_(False)
         self.tokens = math.prod(self.config.grid)
         self.channels = self.config.channels
-        self.text = TextEncoder(folder, self.config.text_len, self.config.text_dim)
-        self.decoder = LatentDecoder(folder, self.config.latent[0], int(config["image_stride"]))
+        self.text = TextEncoder(self.parts, self.config.text_len, self.config.text_dim)
+        self.decoder = LatentDecoder(self.parts, self.config.latent[0], int(config["image_stride"]))
 
     @property
     def rows(self) -> int:
@@ -81,13 +89,17 @@ class NovaPolicy(Policy):
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> NovaPolicy:
         """Return a policy with unset weights of the kind that `describe` gave."""
-        policy = cls(description["config"], description["scheduler"], Path(description["folder"]))
+        policy = cls(description["config"], description["scheduler"], marks=description["parts"])
         policy.configure(Sampler())
         return policy
 
     def describe(self) -> dict[str, Any]:
         """Return what a checkpoint stores beside the weights (JSON types)."""
         return dict(self.source)
+
+    def locate(self, find: Finder) -> None:
+        """Look for text encoder, tokenizer and VAE in the folder that `find` returns before other places."""
+        self.parts.look(find)
 
     def encode(self, prompts: Sequence[str | None]) -> Condition:
         """Return the padded language model states "text" [B, L, text_dim] (None, "": padding)."""
@@ -123,12 +135,30 @@ class NovaPolicy(Policy):
     def configure(self, sampler: Sampler) -> None:
         """Set the transition: the checkpoint's scheduler with the sampler's denoising steps."""
         self.transition = schedule.transition(self.scheduler, sampler)
+        self.guidance_schedule = sampler.guidance_schedule
 
     def ar_schedule(self, steps: int) -> list[int]:
         """Return n_k of the cosine schedule: before AR step k, round(L cos(pi k / 2K)) tokens are unknown."""
         if not 1 <= steps <= self.tokens:
             raise ConfigError.of("sampler.ar_steps", steps, f"1..{self.tokens} (the tokens of an image)")
         return [count for count in commit_counts(self.tokens, steps) if count]
+
+    @torch.no_grad()
+    def sample_tuned(
+        self,
+        prompts: Sequence[str],
+        order: Tensor,
+        initial: Tensor,
+        scale: float,
+        renorm: float,
+        trunc: float,
+    ) -> Tensor:
+        """See `Policy.sample_tuned`."""
+        from margrpo.policies.nova.sampling import NovaGuidance, sample_latent_tokens  # imports this module
+
+        text, null = self.encode(prompts)["text"], self.encode([None] * len(prompts))["text"]
+        options = NovaGuidance(scale, renorm=renorm, trunc=trunc)
+        return sample_latent_tokens(self, text, null, order, initial, options)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Return images [B, 3, H, W] in [0, 1] of tokens [B, L, C]."""
@@ -155,9 +185,10 @@ def read_nova(folder: Path) -> NovaPolicy:
     Raises:
         MargrpoError: one line, before anything is allocated, if files, names or shapes do not fit.
     """
-    folder = folder.resolve()  # what is saved later finds text encoder and VAE from anywhere
-    config = read_json(folder / _TRANSFORMER / "config.json")
-    policy = NovaPolicy(config, read_json(folder / "scheduler" / "scheduler_config.json"), folder)
+    file = folder / _TRANSFORMER / "config.json"
+    config, scheduler = read_json(file), read_json(folder / "scheduler" / "scheduler_config.json")
+    policy = NovaPolicy(config, scheduler, str(file), marks_of(folder))
+    policy.locate(lambda: folder)
     single = folder / _TRANSFORMER / f"{_STEM}.safetensors"
     index = single.with_name(f"{single.name}.index.json")
     weights = open_weights(index if index.is_file() and not single.is_file() else single)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from margrpo.errors import MargrpoError
-from margrpo.policies.nova.libraries import part_of, quiet
+from margrpo.policies.nova.libraries import quiet
+from margrpo.policies.nova.parts import Parts
 from margrpo.policies.released import read_json
 
 _BATCH = 16
@@ -21,12 +21,12 @@ class TextEncoder:
     """Hidden states of prompts; read from the folder at the first prompt, and each prompt encoded once.
 
     Args:
-        folder: the checkpoint, with `text_encoder/` and `tokenizer/`.
+        parts: finds `text_encoder/` and `tokenizer/`.
         length: tokens kept of a prompt. width: of the states, for a check.
     """
 
-    def __init__(self, folder: Path, length: int, width: int) -> None:
-        self.folder, self.length, self.width = folder, length, width
+    def __init__(self, parts: Parts, length: int, width: int) -> None:
+        self.parts, self.length, self.width = parts, length, width
         self.passes = 0
         """Prompts that went through the language model."""
         self._states: dict[str, Tensor] = {}
@@ -68,8 +68,8 @@ class TextEncoder:
     def _load(self, device: torch.device) -> None:
         from transformers import PhiConfig, PhiModel, PreTrainedTokenizerFast  # seconds to import
 
-        encoder = part_of(self.folder, "text_encoder")
-        tokenizer = part_of(self.folder, "tokenizer") / "tokenizer.json"
+        encoder = self.parts.folder("text_encoder")
+        tokenizer = self.parts.folder("tokenizer") / "tokenizer.json"
         read_json(tokenizer)
         width = read_json(encoder / "config.json").get("hidden_size")
         if width != self.width:

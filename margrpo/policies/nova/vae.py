@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from margrpo.errors import MargrpoError
-from margrpo.policies.nova.libraries import part_of, quiet
+from margrpo.policies.nova.libraries import quiet
+from margrpo.policies.nova.parts import Parts
 from margrpo.policies.released import open_weights, read_json
 
 
@@ -17,11 +17,11 @@ class LatentDecoder:
     """Images of latents; the VAE is read from `vae/` of the checkpoint at the first image.
 
     Args:
-        folder: the checkpoint. channels: of the latents, for a check. stride: pixels per latent pixel.
+        parts: finds `vae/`. channels: of the latents, for a check. stride: pixels per latent pixel.
     """
 
-    def __init__(self, folder: Path, channels: int, stride: int) -> None:
-        self.folder, self.channels, self.stride = folder, channels, stride
+    def __init__(self, parts: Parts, channels: int, stride: int) -> None:
+        self.parts, self.channels, self.stride = parts, channels, stride
         self._vae: Any = None
 
     @torch.no_grad()
@@ -42,7 +42,7 @@ class LatentDecoder:
     def _load(self) -> None:
         from diffusers import AutoencoderKL  # seconds to import
 
-        folder = part_of(self.folder, "vae")
+        folder = self.parts.folder("vae")
         config = read_json(folder / "config.json")
         if config.get("_class_name") != "AutoencoderKL":
             given = config.get("_class_name")
