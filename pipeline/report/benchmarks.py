@@ -207,11 +207,9 @@ def _comparison(
 
 def _difference(found: Results, first: str, second: str, name: str, score: str) -> pd.Series:
     """Return the prompts' differences, scaled by their weights so that their plain mean is that of the totals."""
-    both = found.prompts(first, name, score).join(
-        found.prompts(second, name, score)["mean"], rsuffix="_second"
-    )
-    both = both.dropna()
-    return (both["mean"] - both["mean_second"]) * both["weight"] / both["weight"].mean()
+    ours, theirs = (found.prompts(run, name, score) for run in (first, second))
+    both = ours.assign(other=theirs["mean"]).dropna()
+    return (both["mean"] - both["other"]) * both["weight"] / both["weight"].mean()
 
 
 def _how(study: StudyData, found: Results, name: str, given: Benchmark) -> str:
