@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from margrpo import commands
+from margrpo import bench, commands
 from margrpo.errors import ConfigError, MargrpoError
+from margrpo.options import PARAMS, Overrides, ParamsFile, Profile, load
 
-if TYPE_CHECKING:
-    from margrpo.config import Config
+__all__ = ["PARAMS", "Overrides", "ParamsFile", "Profile", "app", "load", "run"]
 
 app = typer.Typer(
     name="margrpo",
@@ -27,16 +27,7 @@ app = typer.Typer(
 )
 
 app.add_typer(commands.rewards_app, name="rewards")
-
-ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the params, dotted; repeatable."),
-]
-Profile = Annotated[
-    str | None, typer.Option("--profile", metavar="NAME", help="Overlay from `profiles` in the params file.")
-]
-PARAMS = Path("params.yaml")
+app.add_typer(bench.bench_app, name="bench")
 
 # Typer's own usage errors, whichever click it carries: BadParameter -> UsageError -> ClickException.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -60,17 +51,6 @@ def run(application: typer.Typer, arguments: Sequence[str] | None = None) -> int
 def _fail(message: str) -> int:
     print(f"margrpo: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-def load(params: Path, overrides: Sequence[str] | None, profile: str | None) -> Config:
-    """Return the validated configuration behind the three options that every command has.
-
-    Raises:
-        ConfigError: anything wrong with the file, the profile or the overrides.
-    """
-    from margrpo.params import load_config
-
-    return load_config(params, overrides or (), profile)
 
 
 @app.command()
@@ -104,9 +84,11 @@ def train(
     _use_one_thread()
     from margrpo import rewards, trainer
     from margrpo.base import find_base
+    from margrpo.hub import check_weights
     from margrpo.prompts import load_splits
 
     rewards.check(config.reward.weights, config.reward.options)
+    check_weights("reward.options", config.reward.options)
     folder = out or Path("artifacts/manual") / f"{variant}-{seed}"
     prompts = load_splits(config.prompts)
     result = trainer.train(config, variant, seed, find_base(config), prompts, out=folder, logs=folder)
@@ -121,14 +103,17 @@ def evaluate(
     overrides: Overrides = None,
     profile: Profile = None,
 ) -> None:
-    """Evaluate one policy on the held-out test prompts: metrics.json, prompts.csv and grid.png."""
+    """Evaluate one policy on the held-out test prompts and the benchmarks of the params."""
     config = load(params, overrides, profile)
     _use_one_thread()
     from margrpo import evaluation, rewards
     from margrpo.base import find_base
+    from margrpo.hub import check_weights
     from margrpo.prompts import load_splits
 
-    rewards.check(config.reward.weights)
+    rewards.check(config.reward.weights, config.reward.options)
+    check_weights("reward.options", config.reward.options)
+    check_weights("evaluation.options", config.evaluation.options)
     test = load_splits(config.prompts)["test"]
     evaluation.evaluate(config, {"last": checkpoint}, find_base(config), out, test)
     print(out)

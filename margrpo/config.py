@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from margrpo.sources import Architecture, Checkpoint, Pretrain, Prompts
+from margrpo.sources import Architecture, Benchmark, Checkpoint, Pretrain, Prompts, Sha256
 from margrpo.switches import Guidance, Objective, Section
 
 __all__ = ["Architecture", "Config", "Guidance", "Objective", "Pretrain", "Sampler", "Section"]
@@ -99,6 +99,9 @@ class RewardOptions(Section):
     path: str | None = Field(
         None, description="folder with the weight files; null = from the hub, or none are needed"
     )
+    files_sha256: Sha256 | None = Field(
+        None, description="expected hash of the folder at path: of the list of its files' hashes"
+    )
     batch_size: int | None = Field(
         None, ge=1, le=65_536, description="images scored together; null = the reward's own default"
     )
@@ -164,6 +167,19 @@ class Evaluation(Section):
         128, ge=1, le=65_536, description="images sampled together; does not change results"
     )
     grid_prompts: int = Field(8, ge=1, le=32, description="rows of the sample grid")
+    benchmarks: dict[Name, Benchmark] = Field({}, description="name -> prompts and scores; see docs")
+    options: dict[str, RewardOptions] = Field(
+        {}, description="settings of scores of the benchmarks, by name; default those of reward.options"
+    )
+
+    @model_validator(mode="after")
+    def options_are_of_used_scores(self) -> Evaluation:
+        """Refuse settings of a score that no benchmark has."""
+        used = sorted({score for benchmark in self.benchmarks.values() for score in benchmark.scores})
+        for name in self.options:
+            if name not in used:
+                raise ValueError(f"options\0{name}\0a score of a benchmark: {', '.join(used) or 'none'}")
+        return self
 
     @property
     def tuned(self) -> bool:

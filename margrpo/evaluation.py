@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from margrpo import noise, rewards
 from margrpo.base import released_folder
-from margrpo.benchmarks import scenes
+from margrpo.benchmarks import scenes, suite
 from margrpo.checkpoints import load_policy, write_atomic
 from margrpo.config import Config
 from margrpo.grids import grid_png, spread
@@ -49,18 +49,22 @@ def evaluate(
     out: Path,
     prompts: Sequence[Prompt] | None = None,
     progress: bool = True,
+    images: Path | None = None,
 ) -> None:
-    """Evaluate checkpoints on the test prompts and write metrics.json, prompts.csv and grid.png.
+    """Evaluate checkpoints on the test prompts and write metrics.json, prompts.csv, benchmarks.csv and grid.png.
 
-    `last` gets every metric, the grid and the rows of prompts.csv; others get the rewards of SDE samples. Equal
-    weights are evaluated once.
+    `last` gets every metric, the grid, the rows of prompts.csv and the benchmarks; others get the rewards of SDE
+    samples. Equal weights are evaluated once.
 
     Args:
         policies: label ("last", "best", "milestone") -> checkpoint; `last` is needed.
         base: the base policy, for the KL on states of its own SDE rollouts.
         out: folder to write.
         prompts: the test prompts; None reads those of the section `prompts`.
+        images: folder for the images of the benchmarks, default `out`/images. What an interrupted evaluation
+            left there is used; what is scored is removed unless the benchmark keeps its images.
     """
+    suites = suite.prepare_all(config)
     if prompts is None:
         prompts = load_splits(config.prompts)["test"]
     prompts = choose(prompts, config.evaluation.prompts)
@@ -84,11 +88,16 @@ def evaluate(
     }
     states = choose(prompts, config.evaluation.kl_prompts)
     metrics["last"]["kl_to_base"] = kl_to_base(loaded["last"], load(base, config), config, states)
+    kept = images or out / "images"
+    table = suite.run_all(suites, config, loaded["last"], policies["last"], kept, progress)
+    if suites:
+        metrics["benchmarks"] = suite.summarize(table)
     last = results["last"]
     rows = spread(_groups(prompts), config.evaluation.grid_prompts)
     shown = last[primary].images[rows]
     write_atomic(out / "grid.png", grid_png([prompts[row].text for row in rows], shown))
     write_atomic(out / "prompts.csv", prompt_rows(prompts, last).to_csv(index=False).encode())
+    write_atomic(out / "benchmarks.csv", table.to_csv(index=False).encode())
     write_atomic(out / "metrics.json", (json.dumps(metrics, indent=2, allow_nan=False) + "\n").encode())
 
 
@@ -161,15 +170,18 @@ def sample(policy: Policy, config: Config, prompts: Sequence[Prompt], stochastic
 def summarize(prompts: Sequence[Prompt], scored: Scored, full: bool) -> dict[str, float]:
     """Return means over prompts: reward, also by seen/unseen and category; with `full` everything else.
 
-    Groups without a prompt are left out. Diversity and Vendi are of the images of one prompt.
+    Groups without a prompt are left out. Diversity and Vendi are of the images of one prompt. Images without a
+    reward are in no mean; where there are some, `failed` is their number.
     """
-    by_prompt = scored.reward.double().mean(1)
+    by_prompt = _prompt_means(scored.reward)
     groups = {"reward": [True] * len(prompts)}
     groups["reward_seen"] = [prompt.seen for prompt in prompts]
     groups["reward_unseen"] = [not prompt.seen for prompt in prompts]
     for category in dict.fromkeys(prompt.category for prompt in prompts):
         groups[f"reward_{category}"] = [prompt.category == category for prompt in prompts]
-    result = {name: float(by_prompt[torch.tensor(mask)].mean()) for name, mask in groups.items() if any(mask)}
+    known = ~by_prompt.isnan()
+    chosen = {name: torch.tensor(mask) & known for name, mask in groups.items()}
+    result = {name: float(by_prompt[mask].mean()) for name, mask in chosen.items() if mask.any()}
     if full:
         if not scored.strict.isnan().any():
             result["strict"] = float(scored.strict.double().mean())
@@ -177,11 +189,17 @@ def summarize(prompts: Sequence[Prompt], scored: Scored, full: bool) -> dict[str
         result["vendi"] = sum(vendi_images(images) for images in scored.images) / len(prompts)
         result["high_frequency"] = float(high_frequency_energy(scored.images.flatten(0, 1)).mean())
     result["n_images"] = float(scored.reward.numel())
+    failed = int(scored.reward.isnan().sum())
+    if failed:
+        result["failed"] = float(failed)
     return result
 
 
 def prompt_rows(prompts: Sequence[Prompt], last: Mapping[str, Scored]) -> pd.DataFrame:
-    """Return a row per sampler and prompt of the last checkpoint; reward and strict are means over images."""
+    """Return a row per sampler and prompt of the last checkpoint; reward and strict are means over images.
+
+    Images without a reward do not count; the reward is NaN if no image of the prompt has one.
+    """
     frames = [
         pd.DataFrame(
             {
@@ -190,7 +208,7 @@ def prompt_rows(prompts: Sequence[Prompt], last: Mapping[str, Scored]) -> pd.Dat
                 "prompt": [prompt.text for prompt in prompts],
                 "category": [prompt.category for prompt in prompts],
                 "seen": [prompt.seen for prompt in prompts],
-                "reward": scored.reward.double().mean(1).numpy(),
+                "reward": _prompt_means(scored.reward).numpy(),
                 "strict": scored.strict.double().mean(1).numpy(),
                 "diversity": _diversity(scored).numpy(),
             }
@@ -265,6 +283,12 @@ def _score(config: Config, images: Tensor, prompts: Sequence[Prompt]) -> tuple[T
         texts = [prompt.text for prompt in prompts]
         total = total + rewards.score(weights, images, texts, specs, config.reward.options).total
     return total, rules["geneval_strict"]
+
+
+def _prompt_means(values: Tensor) -> Tensor:
+    """Return the means [P] of the known ones among values [P, n]; NaN where there is none."""
+    wide = values.double()
+    return wide.nanmean(1) if wide.isnan().any() else wide.mean(1)  # the two round differently
 
 
 def _diversity(scored: Scored) -> Tensor:

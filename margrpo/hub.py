@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from margrpo import checkpoints
+from margrpo.config import RewardOptions
 from margrpo.errors import ConfigError, MargrpoError
 from margrpo.sources import Checkpoint
 
@@ -31,23 +32,33 @@ def fetch(given: Checkpoint, only: Sequence[str] | None = None) -> Path:
 
     `only`: patterns of names instead of `checkpoint.files` or `NEEDED`.
 
+    Raises:
+        MargrpoError: as `snapshot`.
+    """
+    assert given.id is not None
+    assert given.revision is not None
+    return snapshot("checkpoint.id", given.id, given.revision, list(only or given.files or NEEDED))
+
+
+def snapshot(key: str, repository: str, revision: str, names: Sequence[str], kind: str = "model") -> Path:
+    """Return the local copy of some files of a repository on the hub; what is there is not fetched again.
+
     Interrupted downloads go on where they stopped; with HF_HUB_OFFLINE=1 only the local cache is used.
+
+    Args:
+        key: the param that names the repository. names: patterns of the files' names. kind: model | dataset.
 
     Raises:
         MargrpoError: the repository or revision does not exist, is private, or cannot be reached.
     """
     from huggingface_hub import snapshot_download  # a second to import
 
-    assert given.id is not None
-    assert given.revision is not None
     try:
-        folder = snapshot_download(
-            given.id, revision=given.revision, allow_patterns=list(only or given.files or NEEDED)
-        )
+        folder = snapshot_download(repository, revision=revision, repo_type=kind, allow_patterns=list(names))
     except Exception as error:  # the client lets errors of several libraries through
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise MargrpoError(
-            f"checkpoint.id: {given.id} at revision {given.revision} cannot be fetched ({reason}); allowed: a "
+            f"{key}: {repository} at revision {revision} cannot be fetched ({reason}); allowed: a "
             "repository on the hub that you can read, or one in the local cache with HF_HUB_OFFLINE=1"
         ) from None
     return Path(folder)
@@ -85,6 +96,35 @@ def check_tree(key: str, expected: str | None, folder: Path, hashes: Mapping[str
     digest = checkpoints.tree_sha256(hashes)
     if expected not in (None, digest):
         raise ConfigError.of(key, expected, f"allowed: the hash of the files in {folder}, {digest}")
+
+
+def check_weights(section: str, options: Mapping[str, RewardOptions], required: bool = False) -> None:
+    """Compare the weight files of rewards with `files_sha256` in their options; hidden files do not count.
+
+    Args:
+        section: the param that holds the options. required: a path without its hash is an error that names it.
+
+    Raises:
+        ConfigError: other files than expected, no such folder, a hash without a path.
+    """
+    for name, given in options.items():
+        key = f"{section}.{name}.files_sha256"
+        if given.path is None:
+            if given.files_sha256 is not None:
+                raise ConfigError.of(key, given.files_sha256, "allowed: null without a path")
+            continue
+        if given.files_sha256 is None and not required:
+            continue
+        folder = Path(given.path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError.of(f"{section}.{name}.path", folder, "allowed: a folder with weight files")
+        names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
+        visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+        hashes = {name.as_posix(): checkpoints.sha256(folder / name) for name in visible}
+        if given.files_sha256 is None:
+            digest = checkpoints.tree_sha256(hashes)
+            raise ConfigError.of(key, None, f"allowed with a path: the folder's hash, {digest}")
+        check_tree(key, given.files_sha256, folder, hashes)
 
 
 def needed(folder: Path) -> list[str]:

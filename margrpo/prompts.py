@@ -15,6 +15,8 @@ from margrpo.errors import ConfigError
 from margrpo.sources import Prompts
 
 SPLITS = ("train", "validation", "test")
+OWN: Mapping[str, Any] = {"category": "prompts", "spec": {}, "seen": False}
+"""What a prompt of a user's own file has if the file doesn't say."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ def dump_prompts(prompts: Sequence[_PromptLike]) -> str:
     return "".join(json.dumps(record, sort_keys=True) + "\n" for record in records)
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a file.
+def read_prompts(path: Path, defaults: Mapping[str, Any] | None = None) -> list[Prompt]:
+    """Return the prompts of a file; `defaults` are for what its lines leave out (OWN, for instance).
 
     Raises:
         ConfigError: the file is missing, empty or has a line that is not a prompt.
     """
     if not path.is_file():
         raise ConfigError.of("prompts", path, "allowed: an existing prompt file (run `dvc repro prompts`)")
-    return _parse(path, {})
+    return _parse(path, defaults or {})
 
 
 def load_splits(source: Prompts) -> dict[str, list[Prompt]]:
@@ -70,8 +72,7 @@ def load_splits(source: Prompts) -> dict[str, list[Prompt]]:
             split: [Prompt(p.text, p.category, p.spec, p.seen) for p in load_split(split)] for split in SPLITS
         }
     files = split_files(Path(source.path).expanduser())
-    defaults: dict[str, Any] = {"category": "prompts", "spec": {}, "seen": None}
-    found = {split: _parse(file, defaults) for split, file in files.items()}
+    found = {split: _parse(file, {**OWN, "seen": None}) for split, file in files.items()}
     shown = {prompt.text for prompt in found["train"]}
     both = {p.text for p in found["validation"]} & {p.text for p in found["test"]}
     if both:

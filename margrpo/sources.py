@@ -1,4 +1,4 @@
-"""Where base policy and prompts come from: three sections of params.yaml."""
+"""Where base policy, prompts and benchmarks come from: sections of params.yaml."""
 
 from __future__ import annotations
 
@@ -120,4 +120,59 @@ class Prompts(Section):
             raise ValueError(f"path\0{self.path}\0{allowed}")
         if self.sha256 is not None and self.source != "path":
             raise ValueError(f"sha256\0{self.sha256}\0null unless source is path")
+        return self
+
+
+class Benchmark(Section):
+    """A published benchmark, or own prompts, that every evaluated policy is tested on."""
+
+    prompts: Literal[
+        "hpsv2", "drawbench", "partiprompts", "geneval", "image_reward", "ocr", "t2i_compbench", "file"
+    ] = Field(description="whose prompts; file = own ones")
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="folder with the benchmark's own files; of prompts file: a .txt (a prompt per line) or .jsonl",
+    )
+    id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$",
+        max_length=96,
+        description="instead of a path: repository on the hub, owner/name",
+    )
+    revision: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][\w./-]*$",
+        max_length=100,
+        description="with id: commit (best: it never moves), tag or branch",
+    )
+    repository: Literal["dataset", "model"] = Field("dataset", description="with id: kind of repository")
+    sha256: Sha256 | None = Field(None, description="expected hash of the prompts as they are read")
+    categories: list[str] | None = Field(
+        None, min_length=1, description="the only categories (styles, tags) to use; null = all"
+    )
+    limit: int | None = Field(None, ge=1, description="first n prompts of each category; null = all")
+    images_per_prompt: int | None = Field(
+        None, ge=1, le=1000, description="images of a prompt; null = as many as the benchmark has"
+    )
+    sampler: Literal["ode", "sde"] = Field("ode", description="how images are drawn")
+    guidance: float | None = Field(None, ge=1.0, le=50.0, description="CFG scale; null = evaluation.guidance")
+    precision: Literal["float32", "bf16"] = Field("float32", description="of matrix products when sampling")
+    scores: list[str] = Field([], description="registered rewards that score its images")
+    keep_images: bool = Field(False, description="keep the images after they are scored")
+
+    @model_validator(mode="after")
+    def source_is_one(self) -> Benchmark:
+        """There is a path or a repository with its revision; own prompts are a file."""
+        if (self.path is None) == (self.id is None):
+            raise ValueError(f"path\0{self.path}\0a folder or file, or else id with revision")
+        if (self.revision is None) != (self.id is None):
+            allowed = "null without id" if self.id is None else "a commit, tag or branch with id"
+            raise ValueError(f"revision\0{self.revision}\0{allowed}")
+        if self.prompts == "file" and self.path is None:
+            raise ValueError(f"id\0{self.id}\0null with prompts file (give its path)")
+        if len(set(self.scores)) != len(self.scores) or not (self.scores or self.keep_images):
+            raise ValueError(
+                f"scores\0{self.scores}\0names of rewards, each once; none only with keep_images"
+            )
         return self

@@ -18,7 +18,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 from margrpo.config import Config  # noqa: E402
 from margrpo.errors import ConfigError, MargrpoError  # noqa: E402
 from margrpo.params import load_config  # noqa: E402
-from pipeline import jobs, paths, processes  # noqa: E402
+from pipeline import inputs, jobs, paths, processes  # noqa: E402
 
 BASE_RUN = "base"
 _PACKAGE = Path(__file__).parent.parent / "margrpo"
@@ -84,6 +84,7 @@ def train(config: Config, run: str) -> None:
     """
     processes.die_with_parent()
     variant, seed = _cell(config, run)
+    config = inputs.for_training(config)
     key = cell_key(config, variant, seed)
     waiting = f"{run}: another training of it is running; waiting"
     with ExitStack() as stack:
@@ -119,6 +120,7 @@ def evaluate(config: Config, run: str) -> None:
     from margrpo.prompts import read_prompts
 
     torch.set_num_threads(1)
+    config = inputs.for_evaluation(config)
     out, logs = paths.EVALUATION / run, paths.LOGS / run
     if run == BASE_RUN:
         policies, key = {"last": paths.BASE}, jobs.digest(["base", _base_sha256()])
@@ -127,9 +129,10 @@ def evaluate(config: Config, run: str) -> None:
         policies = {name: folder / f"{name}.safetensors" for name in ("last", "best", "milestone")}
         key = cell_key(config, *_cell(config, run))
     job = jobs.announce(_run_job(config, "evaluate", run, key, out))
+    prompts = read_prompts(paths.PROMPTS / "test.jsonl")
+    images = paths.state("benchmarks", f"{run}-{jobs.digest(_code())}")
     try:
-        prompts = read_prompts(paths.PROMPTS / "test.jsonl")
-        evaluate_policies(_at_home(config), policies, paths.BASE, out, prompts)
+        evaluate_policies(_at_home(config), policies, paths.BASE, out, prompts, images=images)
     except Exception:
         jobs.remove(job)
         raise
@@ -157,14 +160,20 @@ def cell_key(config: Config, variant: str, seed: int) -> str:
 
     from margrpo.checkpoints import sha256
 
-    code = {str(file.relative_to(_PACKAGE)): sha256(file) for file in sorted(_PACKAGE.rglob("*.py"))}
     prompts = [sha256(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")]
-    content = [_cell_params(config, variant, seed), _base_sha256(), prompts, code]
+    content = [_cell_params(config, variant, seed), _base_sha256(), prompts, _code()]
     return jobs.digest([*content, importlib.metadata.version("torch")])
+
+
+def _code() -> dict[str, str]:
+    from margrpo.checkpoints import sha256
+
+    return {str(file.relative_to(_PACKAGE)): sha256(file) for file in sorted(_PACKAGE.rglob("*.py"))}
 
 
 def _cell_params(config: Config, variant: str, seed: int) -> dict[str, Any]:
     sections = {name: getattr(config, name).model_dump() for name in ("sampler", "train", "reward")}
+    sections["reward"]["options"] = inputs.without_paths(config.reward.options)
     objective = config.objective_of(variant).model_dump()
     validated = {"guidance": config.evaluation.guidance}
     return {"variant": variant, "seed": seed, **sections, "objective": objective, "evaluation": validated}

@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -223,7 +224,13 @@ def _rows(path: Path) -> list[dict[str, str]]:
 def _metrics(values: dict[str, Any], stamp: int, step: int) -> list[Metric]:
     from mlflow.entities import Metric
 
-    numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+    numbers = {
+        re.sub(r"[^\w./ -]", "_", key): float(
+            value
+        )  # MLflow refuses other characters; a category may have some
+        for key, value in values.items()
+        if isinstance(value, int | float)
+    }
     return [Metric(key, value, stamp, step) for key, value in numbers.items() if math.isfinite(value)]
 
 

@@ -30,7 +30,7 @@ class Hub:
 
 @contextmanager
 def serve(folder: Path, repository: str) -> Iterator[Hub]:
-    """Serve a folder as the only revision `main` of a repository."""
+    """Serve a folder as the only revision `main` of a repository, of a model or a data set."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -45,12 +45,12 @@ def serve(folder: Path, repository: str) -> Iterator[Hub]:
 
         def _answer(self, body: bool) -> None:
             path = self.path.split("?")[0]
-            if re.fullmatch(rf"/api/models/{repository}/revision/(main|{COMMIT})", path):
+            if re.fullmatch(rf"/api/(?:models|datasets)/{repository}/revision/(main|{COMMIT})", path):
                 names = [f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*")) if f.is_file()]
                 content = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
                 self._send(json.dumps(content).encode(), body, {"Content-Type": "application/json"})
                 return
-            if re.fullmatch(rf"/api/models/{repository}/tree/{COMMIT}", path):
+            if re.fullmatch(rf"/api/(?:models|datasets)/{repository}/tree/{COMMIT}", path):
                 files = [f for f in sorted(folder.rglob("*")) if f.is_file()]
                 entries = [
                     {
@@ -63,7 +63,7 @@ def serve(folder: Path, repository: str) -> Iterator[Hub]:
                 ]
                 self._send(json.dumps(entries).encode(), body, {"Content-Type": "application/json"})
                 return
-            found = re.fullmatch(rf"/{repository}/resolve/(?:main|{COMMIT})/(.+)", path)
+            found = re.fullmatch(rf"/(?:datasets/)?{repository}/resolve/(?:main|{COMMIT})/(.+)", path)
             file = folder / found[1] if found else folder / "\0"
             if found is None or not file.is_file():
                 self.send_response(404)

@@ -116,6 +116,25 @@ def test_prompt_rows_by_hand() -> None:
     assert rows["seen"].tolist() == [True, True, False]
 
 
+def test_images_without_a_reward_are_counted_and_in_no_mean() -> None:
+    prompts, scored = scored_by_hand()
+    reward = torch.tensor([[1.0, torch.nan], [0.5, 0.0], [torch.nan, torch.nan]])
+    holes = Scored(scored.images, reward, scored.strict)
+    result = summarize(prompts, holes, full=False)
+    # Prompt means 1, .25 and none; the only unseen prompt is the last.
+    assert result == {
+        "reward": pytest.approx(0.625),
+        "reward_seen": pytest.approx(0.625),
+        "reward_single": 1.0,
+        "reward_color": 0.25,
+        "n_images": 6.0,
+        "failed": 3.0,
+    }
+    rows = prompt_rows(prompts, {"sde": holes})
+    assert rows["reward"].tolist()[:2] == [1.0, 0.25]
+    assert rows["reward"].isna().tolist() == [False, False, True]
+
+
 def test_kl_of_the_base_is_zero() -> None:
     policy = make_policy()
     assert kl_to_base(policy, make_policy(), make_config(), prompts_of_test(4)) == 0.0

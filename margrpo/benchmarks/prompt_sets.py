@@ -11,13 +11,13 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from margrpo.errors import ConfigError
-from margrpo.prompts import Prompt
+from margrpo.prompts import OWN, Prompt, dump_prompts, read_prompts
 
 HPS_STYLES = ("anime", "concept-art", "paintings", "photo")
 T2I_CATEGORIES = (
@@ -55,7 +55,12 @@ _log = logging.getLogger("margrpo.benchmarks")
 
 @dataclass(frozen=True)
 class PromptSet:
-    """A benchmark's prompts, how many images each gets, and the number of prompts of each category."""
+    """A benchmark's prompts, how many images each gets, and the number of prompts of each category.
+
+    Attributes:
+        files: patterns of the names of its files, for a download. rules: kinds of scores that are defined for
+            some of its categories only. mean_of_categories: its total is that, not the mean over prompts.
+    """
 
     name: str
     source: str
@@ -63,6 +68,13 @@ class PromptSet:
     images_per_prompt: int
     counts: Mapping[str, int]
     read: Callable[[Path], list[Prompt]]
+    files: tuple[str, ...] = ()
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mean_of_categories: bool = False
+
+    def has(self, score: str, category: str) -> bool:
+        """Return whether a score is defined for a category; the detector in its name does not matter."""
+        return category in self.rules.get(score.partition(".")[0], (category,))
 
 
 def load(name: str, folder: Path) -> list[Prompt]:
@@ -85,6 +97,17 @@ def load(name: str, folder: Path) -> list[Prompt]:
             f"benchmark {name}", f"{folder} has {found}", f"allowed: {dict(wanted)} (from {chosen.source})"
         )
     return prompts
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """Return the sha256 of prompts as they are read: order, text, category and metadata, not the file's form."""
+    return hashlib.sha256(dump_prompts(prompts).encode()).hexdigest()
+
+
+def _file(path: Path) -> list[Prompt]:
+    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
+        raise ConfigError.of("benchmark file", path, "allowed: a .txt (a prompt per line) or .jsonl file")
+    return read_prompts(path, OWN)
 
 
 def _hpsv2(folder: Path) -> list[Prompt]:
@@ -194,23 +217,39 @@ def _table(path: Path, delimiter: str, *columns: str) -> list[dict[str, str]]:
     return [row for row in reader if row[columns[0]]]
 
 
+_T2I_RULES = {
+    "t2i_attribute": ("color", "shape", "texture"),
+    "t2i_spatial": ("spatial",),
+    "t2i_3d_spatial": ("3d_spatial",),
+    "t2i_numeracy": ("numeracy",),
+}
+_SHEET, _PARTI = "the Imagen paper's sheet", "google-research/parti"
+_REWARD, _T2I = "zai-org/ImageReward", "Karine-Huang/T2I-CompBench"
+_STYLES, _CATEGORIES = dict.fromkeys(HPS_STYLES, 800), dict.fromkeys(T2I_CATEGORIES, 300)
+_HPS_FILES = tuple(f"*{style}.json" for style in HPS_STYLES)
+_T2I_FILES = ("*_val.txt", "*_val_seen.txt", "*prompt_parse_val.json")
 SETS = {
     item.name: item
     for item in (
-        PromptSet("hpsv2", "zhwang/HPDv2", "Apache-2.0", 1, dict.fromkeys(HPS_STYLES, 800), _hpsv2),
-        PromptSet("drawbench", "the Imagen paper's sheet", "none stated", 1, {"all": 200}, _drawbench),
-        PromptSet("partiprompts", "google-research/parti", "Apache-2.0", 1, {"all": 1632}, _parti),
-        PromptSet("geneval", "djghosh13/geneval", "MIT", 4, _GENEVAL_COUNTS, _geneval),
-        PromptSet("image_reward", "zai-org/ImageReward", "Apache-2.0", 10, {"all": 100}, _image_reward),
-        PromptSet("ocr", "yifan123/flow_grpo", "MIT", 1, {"all": 1018}, _ocr),
+        PromptSet("hpsv2", "zhwang/HPDv2", "Apache-2.0", 1, _STYLES, _hpsv2, _HPS_FILES),
+        PromptSet("drawbench", _SHEET, "none stated", 1, {"all": 200}, _drawbench, ("*[dD]raw[bB]ench.csv",)),
+        PromptSet("partiprompts", _PARTI, "Apache-2.0", 1, {"all": 1632}, _parti, ("*PartiPrompts.tsv",)),
         PromptSet(
-            "t2i_compbench",
-            "Karine-Huang/T2I-CompBench",
+            "geneval",
+            "djghosh13/geneval",
             "MIT",
-            10,
-            dict.fromkeys(T2I_CATEGORIES, 300),
-            _t2i,
+            4,
+            _GENEVAL_COUNTS,
+            _geneval,
+            ("*evaluation_metadata.jsonl",),
+            mean_of_categories=True,
         ),
+        PromptSet(
+            "image_reward", _REWARD, "Apache-2.0", 10, {"all": 100}, _image_reward, ("*-prompts.json",)
+        ),
+        PromptSet("ocr", "yifan123/flow_grpo", "MIT", 1, {"all": 1018}, _ocr, ("*test.txt",)),
+        PromptSet("t2i_compbench", _T2I, "MIT", 10, _CATEGORIES, _t2i, _T2I_FILES, _T2I_RULES),
+        PromptSet("file", "your own .txt or .jsonl", "yours", 1, {}, _file),
     )
 }
 """The benchmarks whose prompts can be read."""

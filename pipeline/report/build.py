@@ -10,7 +10,7 @@ from pathlib import Path
 
 from margrpo.config import Config
 from margrpo.grids import spread
-from pipeline.report import figures, numbers, tables
+from pipeline.report import benchmarks, figures, numbers, tables
 from pipeline.report.claims import Claim, is_significant, judge
 from pipeline.report.comparisons import Comparison, compare, compare_at_equal_cost, compare_within_runs
 from pipeline.report.data import BASE, Evaluated, StudyData, load, reward
@@ -57,6 +57,7 @@ def _write(study: StudyData, root: Path, folder: Path) -> None:
     equal_cost = compare_at_equal_cost(study)
     claims = judge(study, primary, equal_cost)
     shown = _shown(study)
+    found = benchmarks.load_results(study, root)
     document = Document(
         title=f"Report of the study {study.config.study.name}",
         question=QUESTION,
@@ -78,13 +79,17 @@ def _write(study: StudyData, root: Path, folder: Path) -> None:
         sample_prompts=_sample_prompts(study, shown),
         details=tables.details_table(study),
         within_runs=tables.within_runs_table(study, compare_within_runs(study)),
-        setting=describe_setting(study, root),
+        benchmarks=benchmarks.benchmark_tables(study, found),
+        setting=[*describe_setting(study, root), *benchmarks.failures(study)],
     )
     html, markdown = render(document, drawn)
     (folder / "report.html").write_text(html, encoding="utf-8")
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     tables.results(study).to_csv(folder / "results.csv", index=False)
     numbers_found = tables.headline(study, primary, equal_cost)
+    on_benchmarks = benchmarks.benchmark_numbers(study, found)
+    if on_benchmarks:
+        numbers_found["benchmarks"] = on_benchmarks
     (folder / "metrics.json").write_text(
         json.dumps(numbers_found, indent=2, allow_nan=False) + "\n", encoding="utf-8"
     )

@@ -115,6 +115,10 @@ def compare_within_runs(study: StudyData) -> list[WithinRun]:
                 continue
             ours = run.prompt_rewards("last", study.sampler)
             theirs = other.prompt_rewards("last", study.sampler).reindex(ours.index)
+            scored = ours.notna() & theirs.notna()  # a prompt none of whose images has a reward is in no pair
+            if not scored.any():
+                continue
+            ours, theirs = ours[scored], theirs[scored]
             # One generator per pair, so that adding a comparison changes no other interval.
             rng = np.random.default_rng(run.seed)
             interval = prompt_bootstrap(

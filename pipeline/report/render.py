@@ -44,6 +44,7 @@ class Document:
     sample_prompts: Table
     details: Table
     within_runs: Table
+    benchmarks: list[Table]
     setting: list[tuple[str, str]]
 
 

@@ -34,7 +34,8 @@ outs = {
     "checkpoint": ["artifacts/base/policy.safetensors", "artifacts/base/policy.json"],
     "train": [f"artifacts/runs/{run}/{x}.safetensors" for x in ("last", "best", "milestone")]
     + [f"reports/runs/{run}/{x}" for x in ("metrics.csv", "timing.csv", "summary.json")],
-    "evaluate": [f"reports/evaluation/{run}/{x}" for x in ("metrics.json", "prompts.csv", "grid.png")],
+    "evaluate": [f"reports/evaluation/{run}/{x}.csv" for x in ("prompts", "benchmarks")]
+    + [f"reports/evaluation/{run}/{x}" for x in ("metrics.json", "grid.png")],
     "report": ["reports/" + x for x in ("report.html", "report.md", "results.csv", "metrics.json", "figures/a.png")],
 }[verb]
 for out in outs:

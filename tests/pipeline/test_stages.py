@@ -11,14 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from ruamel.yaml import YAML
 
+from margrpo.benchmarks import suite
 from margrpo.benchmarks.scenes import load_split
 from margrpo.checkpoints import SHIPPED, sha256
+from margrpo.errors import ConfigError
 from margrpo.params import load_config, load_params
 from margrpo.prompts import read_prompts
-from pipeline import jobs, paths, stages
+from pipeline import inputs, jobs, paths, stages
 
 SMALL = [
     "train.updates=3",
@@ -44,8 +47,10 @@ def project(in_folder: Path, project_root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def write_params(project_root: Path, overrides: list[str]) -> None:
+    content = load_params(project_root / "params.yaml", overrides, "smoke")
+    content.pop("profiles")
     with open("params.yaml", "w") as file:
-        YAML().dump(load_params(project_root / "params.yaml", overrides, "smoke"), file)
+        YAML().dump(content, file)
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -180,6 +185,92 @@ def test_cell_key_is_what_the_result_depends_on(
     assert changed() == key
     (copied / "objective.py").write_text("changed")
     assert changed() != key
+
+
+def test_weight_files_of_a_reward_need_their_hash(
+    project: Path, project_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path("weights/jpeg")
+    folder.mkdir(parents=True)
+    (folder / "model.bin").write_bytes(b"first")
+    (folder / ".cache").write_bytes(b"does not count")
+
+    def given(path: str, digest: str) -> list[str]:
+        option = f"{{jpeg_size: {{path: {path}, files_sha256: {digest}}}}}"
+        return [*SMALL, "reward.weights={jpeg_size: 1.0}", f"reward.options={option}"]
+
+    def hash_of(content: bytes) -> str:
+        listed = f"{hashlib.sha256(content).hexdigest()}  model.bin\n"
+        return hashlib.sha256(listed.encode()).hexdigest()
+
+    first, second = hash_of(b"first"), hash_of(b"second")
+    write_params(project_root, given("weights/jpeg", "null"))
+    wanted = f"reward.options.jpeg_size.files_sha256: None; allowed with a path: the folder's hash, {first}"
+    assert error_of(capsys, "train", "grpo-0").endswith(wanted)
+    assert error_of(capsys, "evaluate", "base").endswith(wanted)
+    write_params(project_root, given("weights/jpeg", first))
+    config = inputs.for_training(load_config("params.yaml"))
+    key = stages.cell_key(config, "grpo", 0)
+    # the place does not matter, the content does
+    shutil.copytree(folder, "elsewhere")
+    moved = inputs.for_training(
+        load_config("params.yaml", [f"reward.options.jpeg_size.path={Path('elsewhere').resolve()}"])
+    )
+    assert moved.reward.options["jpeg_size"].path != config.reward.options["jpeg_size"].path
+    assert stages.cell_key(moved, "grpo", 0) == key
+    (folder / "model.bin").write_bytes(b"second")
+    error = error_of(capsys, "train", "grpo-0")
+    assert f"files_sha256: {first}; allowed: the hash of the files in " in error
+    assert error.endswith(second)
+    write_params(project_root, given("weights/jpeg", second))
+    changed = inputs.for_training(load_config("params.yaml"))
+    assert stages.cell_key(changed, "grpo", 0) != key
+
+
+def test_paths_are_those_of_the_project_in_a_scratch_clone(
+    project: Path,
+    project_root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = tmp_path_factory.mktemp("home")
+    (home / "own.txt").write_text("a red circle\n")
+    section = "evaluation.benchmarks.own={prompts: file, path: own.txt, scores: [jpeg_size]}"
+    monkeypatch.setenv("MARGRPO_HOME", str(home))
+    config = load_config("params.yaml", [section])
+    record = {"category": "prompts", "seen": False, "spec": {}, "text": "a red circle"}
+    digest = hashlib.sha256((json.dumps(record) + "\n").encode()).hexdigest()
+    with pytest.raises(ConfigError, match=f"benchmarks.own.sha256: None; allowed with a path: .* {digest}"):
+        inputs.for_evaluation(config)
+    config = load_config("params.yaml", [section, f"evaluation.benchmarks.own.sha256={digest}"])
+    assert inputs.for_evaluation(config).evaluation.benchmarks["own"].path == str(home / "own.txt")
+
+
+def test_an_interrupted_benchmark_goes_on(
+    project: Path, project_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.txt").write_text("a red circle\ntwo blue squares\n")
+    section = "{own: {prompts: file, path: own.txt, scores: [jpeg_size], images_per_prompt: 2, sha256: null}}"
+    write_params(project_root, [*SMALL, f"evaluation.benchmarks={section}"])
+    digest = error_of(capsys, "evaluate", "base").rpartition(" ")[2]
+    write_params(project_root, [*SMALL, f"evaluation.benchmarks={section.replace('null', digest)}"])
+    from margrpo.rewards import jpeg_size
+
+    monkeypatch.setattr(jpeg_size, "QUALITY", None)  # breaks the score after the images are drawn
+    monkeypatch.setattr("margrpo.rewards.runner.PATIENCE", 1)
+    assert "no score for 4 of 4 images" in error_of(capsys, "evaluate", "base")
+    assert len(list((project / ".margrpo/benchmarks").rglob("*.png"))) == 4
+    monkeypatch.undo()
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(jobs, "ensure_follower", lambda: None)
+    seen = []
+    generate = suite.draw_images
+    monkeypatch.setattr(suite, "draw_images", lambda *given: seen.append(generate(*given)))
+    assert stages.main(["evaluate", "base"]) == 0
+    assert seen == [0]
+    table = pd.read_csv(paths.EVALUATION / "base/benchmarks.csv")
+    assert table["images"].tolist() == [2, 2]
+    assert not list((project / ".margrpo/benchmarks").rglob("*.png"))
 
 
 def test_second_trainer_of_a_run_waits_for_the_first(project: Path, project_root: Path) -> None:
