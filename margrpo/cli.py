@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 
 app.add_typer(commands.rewards_app, name="rewards")
+app.command("serve-reward")(commands.serve_reward)
 
 ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")]
 Overrides = Annotated[
@@ -128,7 +129,7 @@ def evaluate(
     from margrpo.base import find_base
     from margrpo.prompts import load_splits
 
-    rewards.check(config.reward.weights)
+    rewards.check(config.reward.weights, config.reward.options)
     test = load_splits(config.prompts)["test"]
     evaluation.evaluate(config, {"last": checkpoint}, find_base(config), out, test)
     print(out)

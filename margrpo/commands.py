@@ -21,6 +21,40 @@ def replay_cases(cases: Path, as_json: bool) -> int:
     return int(report.failed > 0)
 
 
+def serve_reward(
+    name: Annotated[str, typer.Argument(help="A reward; `margrpo rewards list` names them.")],
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 takes a free one.")] = 8410,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; there is no authentication.")
+    ] = "127.0.0.1",
+    path: Annotated[Path | None, typer.Option(help="Folder with the weight files.")] = None,
+    device: Annotated[str | None, typer.Option(help="torch device of the reward; default cpu.")] = None,
+    precision: Annotated[str, typer.Option(help="float32 or float16.")] = "float32",
+    batch_size: Annotated[
+        int | None, typer.Option(help="Images scored together; default the reward's.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for a batch before its images get no score.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, max=1000, help="Requests that may wait; more get 503.")] = 8,
+    max_mib: Annotated[int, typer.Option(min=1, max=4096, help="Largest request in MiB.")] = 256,
+) -> None:
+    """Score images for runs with `reward.options.NAME.url`, until interrupted; prints the address."""
+    from pydantic import ValidationError
+
+    from margrpo.config import RewardOptions
+    from margrpo.errors import ConfigError
+    from margrpo.params import explain
+    from margrpo.rewards.server import serve
+
+    given = {"path": None if path is None else str(path), "device": device, "precision": precision}
+    try:
+        options = RewardOptions.model_validate({**given, "batch_size": batch_size, "timeout_s": timeout})
+    except ValidationError as error:
+        raise ConfigError(f"serve-reward: {explain(error, RewardOptions)}") from None
+    serve(name, options, host, port, queue, max_mib * 2**20)
+
+
 @rewards_app.command("list")
 def list_rewards() -> None:
     """List every reward: range, licence of its weights, the files it needs and where they come from."""

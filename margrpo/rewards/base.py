@@ -131,6 +131,8 @@ def check(weights: Mapping[str, float], options: Mapping[str, RewardOptions] | N
 def missing(name: str, options: RewardOptions) -> str | None:
     """Return what a reward lacks to run with these options, as one line, or None."""
     info = entry(name).info
+    if options.url is not None:
+        return None  # what it needs is where it is served
     if info.extra is not None and importlib.util.find_spec(info.extra[1]) is None:
         return f"reward {name}: package {info.extra[1]} is missing; pip install 'margrpo[{info.extra[0]}]'"
     if options.path is None:
