@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from margrpo import commands
+from margrpo.commands import PARAMS, Overrides, ParamsFile
 from margrpo.errors import ConfigError, MargrpoError
 
 if TYPE_CHECKING:
@@ -29,15 +30,9 @@ app = typer.Typer(
 app.add_typer(commands.rewards_app, name="rewards")
 app.command("serve-reward")(commands.serve_reward)
 
-ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the params, dotted; repeatable."),
-]
 Profile = Annotated[
     str | None, typer.Option("--profile", metavar="NAME", help="Overlay from `profiles` in the params file.")
 ]
-PARAMS = Path("params.yaml")
 
 # Typer's own usage errors, whichever click it carries: BadParameter -> UsageError -> ClickException.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]

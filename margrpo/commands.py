@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from margrpo.config import RewardOptions
+
+ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the params, dotted; repeatable."),
+]
+PARAMS = Path("params.yaml")
 
 rewards_app = typer.Typer(
     help="What rewards there are, what they need, and whether they work here.", no_args_is_help=True
@@ -56,10 +66,17 @@ def serve_reward(
 
 
 @rewards_app.command("list")
-def list_rewards() -> None:
-    """List every reward: range, licence of its weights, the files it needs and where they come from."""
-    from margrpo import rewards
+def list_rewards(params: ParamsFile = PARAMS) -> None:
+    """List every reward: range, licence, the files it needs, where they come from, and what is found here.
 
+    Looks where the options of the params say, if there is a params file, else in the hub's cache.
+    """
+    from margrpo import rewards
+    from margrpo.config import RewardOptions
+    from margrpo.params import load_config
+    from margrpo.rewards.status import state
+
+    options = load_config(params).reward.options if params.is_file() else {}
     for name in rewards.names():
         info = rewards.entry(name).info
         print(f"{name}: {info.summary}")
@@ -68,46 +85,55 @@ def list_rewards() -> None:
             print(f"  files: {', '.join(info.files)} ({info.source})")
         if info.extra is not None:
             print(f"  package: pip install 'margrpo[{info.extra[0]}]'")
+        print(f"  {state(name, options.get(name, RewardOptions()))}")
 
 
 @rewards_app.command("check")
 def check_rewards(
-    params: Annotated[Path, typer.Option("--params", metavar="FILE", help="The params file.")] = Path(
-        "params.yaml"
-    ),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the params, dotted; repeatable."),
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Rewards; default those of the params.")
     ] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
 ) -> None:
-    """Load every reward of the params and score two known pictures; exit code 1 if one does not work."""
+    """Load rewards, score two known pictures, hash the files that were read; exit code 1 if one does not work."""
     from margrpo import rewards
-    from margrpo.checkpoints import sha256
     from margrpo.config import RewardOptions
     from margrpo.errors import MargrpoError
     from margrpo.params import load_config
-    from margrpo.rewards.selftest import selftest
 
     reward = load_config(params, overrides or (), None).reward
     broken = False
-    for name in reward.weights:
-        options = reward.options.get(name, RewardOptions())
+    for name in names or reward.weights:
+        info = rewards.entry(name).info
         try:
-            problem = rewards.missing(name, options)
-            if problem:
-                raise MargrpoError(problem)
-            result = selftest(name, options)
+            lines = _tried(name, reward.options.get(name, RewardOptions()))
         except MargrpoError as error:
-            print(f"{name}: not usable: {error}")
             broken = True
-            continue
-        broken |= not result.usable
-        own, other = (", ".join(f"{x:.4f}" for x in pair) for pair in (result.own, result.exchanged))
-        state = "works" if result.usable else "not usable: scores are missing or do not repeat"
-        print(f"{name}: {state}; pictures with their prompts {own}; exchanged {other}")
-        if options.path is not None:
-            for file in rewards.entry(name).info.files:
-                path = Path(options.path).expanduser() / file
-                print(f"  {path} sha256 {sha256(path)}")
+            lines = [f"{name}: not usable: {error}"]
+        print("\n".join([*lines, f"  licence: {info.license}"]))
     if broken:
         raise typer.Exit(1)
+
+
+def _tried(name: str, options: RewardOptions) -> list[str]:
+    """Return what a self-test of a reward gave; raises MargrpoError if it is not usable."""
+    from margrpo import rewards
+    from margrpo.checkpoints import sha256
+    from margrpo.errors import MargrpoError
+    from margrpo.rewards.selftest import selftest
+    from margrpo.rewards.weights import recorded_files
+
+    problem = rewards.missing(name, options)
+    if problem:
+        raise MargrpoError(problem)
+    with recorded_files() as files:
+        result = selftest(name, options)
+    own, other = (", ".join(f"{x:.4f}" for x in pair) for pair in (result.own, result.exchanged))
+    scores = f"pictures with their prompts {own}; exchanged {other}"
+    if result.problem:
+        raise MargrpoError(f"{result.problem}; {scores}")
+    return [
+        f"{name}: works; {scores}; {result.prompts}",
+        *(f"  {file} sha256 {sha256(file)}" for file in files),
+    ]

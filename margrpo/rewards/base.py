@@ -36,7 +36,8 @@ class Info:
     Args:
         low, high: range of the scores; infinite where unbounded. license: of the weights or the rule.
         files: names of the weight files in the folder `reward.options.<name>.path`. source: where they come
-            from. extra: optional dependency group of this package, with the module it must bring.
+            from. repository: of the hub, where they are taken from without a path; "" = a path is needed.
+        extra: optional dependency group of this package, with the module it must bring.
         batch_size: images scored together by default; None = all. step: distance of neighbouring scores
             where they are quantised, else 0.
     """
@@ -48,6 +49,7 @@ class Info:
     high: float = math.inf
     files: tuple[str, ...] = ()
     source: str = ""
+    repository: str = ""
     extra: tuple[str, str] | None = None
     batch_size: int | None = None
     step: float = 0.0
