@@ -1,6 +1,6 @@
 # make repro [PROFILE=smoke]   the experiment of params.yaml (or of a profile), ending in a report
 # make test                    lint, types, unit tests, and the smoke profile end to end
-# make oracles                 record scores of the original hpsv2 and image-reward packages anew (own environment)
+# make oracles                 record scores of the original hpsv2 and image-reward packages anew (own environment), compare
 .DEFAULT_GOAL := help
 .PHONY: help repro test lint types unit e2e oracles clean
 
@@ -44,8 +44,9 @@ $(VENV)-oracles/stamp: tests/oracles/requirements.txt
 	$(VENV)-oracles/bin/pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
-oracles: $(VENV)-oracles/stamp
+oracles: $(VENV)-oracles/stamp $(VENV)/stamp
 	$(VENV)-oracles/bin/python tests/oracles/record.py tests/golden/rewards/oracles.json
+	PYTHONPATH=. $(BIN)/python -m tests.oracles.compare
 
 clean:
 	rm -rf $(VENV) $(VENV)-oracles build *.egg-info .margrpo

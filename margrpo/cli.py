@@ -28,6 +28,7 @@ app = typer.Typer(
 
 app.add_typer(commands.rewards_app, name="rewards")
 app.add_typer(bench.bench_app, name="bench")
+app.command("serve-reward")(commands.serve_reward)
 
 # Typer's own usage errors, whichever click it carries: BadParameter -> UsageError -> ClickException.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]

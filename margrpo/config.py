@@ -118,8 +118,36 @@ class RewardOptions(Section):
         "drop", description="images without a score: leave them out of the policy term, or stop"
     )
     timeout_s: float | None = Field(
-        None, gt=0.0, le=86_400.0, description="limit for one batch of images; null = none"
+        None, gt=0.0, le=86_400.0, description="limit for one batch of images; null = none, 120 s with url"
     )
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/?#@]+(/[^\s?#@]*)?$",
+        description="address of `margrpo serve-reward <name>`; null = score in this process",
+    )
+    wait_s: float | None = Field(
+        None,
+        ge=0.0,
+        le=1_000_000.0,
+        description="with url: how long to retry before the run stops; null = 600 s",
+    )
+    sha256: str | None = Field(
+        None, pattern=r"^[0-9a-f]{64}$", description="with url: weights that the server must have; null = any"
+    )
+
+    @model_validator(mode="after")
+    def settings_are_of_this_side(self) -> RewardOptions:
+        """Refuse settings that only the serving side, or only a client, can obey."""
+        remote = self.url is not None
+        for name in ("path", "device"):
+            if remote and getattr(self, name) is not None:
+                raise ValueError(f"{name}\0{getattr(self, name)}\0null with url (an option of serve-reward)")
+        if remote and self.precision != "float32":
+            raise ValueError(f"precision\0{self.precision}\0float32 with url (an option of serve-reward)")
+        for name in ("wait_s", "sha256"):
+            if not remote and getattr(self, name) is not None:
+                raise ValueError(f"{name}\0{getattr(self, name)}\0null without url")
+        return self
 
 
 class Reward(Section):

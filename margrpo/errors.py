@@ -18,3 +18,7 @@ class ConfigError(MargrpoError):
 
 class TrainingError(MargrpoError):
     """Training cannot go on (non-finite loss, no learning signal); names the last good checkpoint."""
+
+
+class RewardError(TrainingError):
+    """A reward has stopped giving scores; training can go on from the last finished update."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from margrpo import rewards
-from margrpo.checkpoints import load_state, save_policy, save_state, write_atomic
+from margrpo.checkpoints import load_state, read_header, save_policy, save_state, write_atomic
 from margrpo.config import Config
-from margrpo.errors import MargrpoError, TrainingError
+from margrpo.errors import MargrpoError, RewardError, TrainingError
 from margrpo.logs import TIMING, RowFile, metric_columns
 from margrpo.prompts import Prompt
 from margrpo.updater import Updater
@@ -64,7 +64,8 @@ def train(
             must depend on everything that the result depends on. Removed at the end.
 
     Raises:
-        TrainingError: non-finite numbers, or no learning signal at all; says where the last good state is.
+        TrainingError: non-finite numbers, no learning signal at all, or a reward that gives no scores any
+            more (then the state of the last finished update is saved); says where the last good state is.
     """
     loop = _Loop(Updater(config, variant, seed, base, prompts["train"], prompts["validation"]), logs, resume)
     return loop.run(out, progress)
@@ -79,6 +80,7 @@ class _Loop:
         self.best: dict[str, float] = {"update": 0, "reward": -math.inf}
         self.done = 0
         self.flat = 0  # updates in a row without any signal
+        self.unvalidated: dict[str, float] | None = None  # row of an update whose validation is still to come
         rows: dict[str, list[dict[str, float]]] = {"metrics": [], "timing": []}
         if resume is not None and resume.is_file():
             rows = self._restore(resume)
@@ -109,9 +111,8 @@ class _Loop:
                 self.done = update
                 self._watch(row)
                 bar.show(update, row)
-                saves = update % train.checkpoint_every == 0 or update == train.updates
-                if self.resume is not None and saves and updater.workers.main:
-                    self._save(self.resume)
+                if update % train.checkpoint_every == 0 or update == train.updates:
+                    self._save()
         return self._finish(out, name)
 
     def _update(self, update: int) -> dict[str, float]:
@@ -119,11 +120,18 @@ class _Loop:
         validates = update % train.validation_every == 0 or update == train.updates
         self.updater.seconds = {}
         try:
-            row = self.updater.update(update, validates)
+            row = self.unvalidated or self.updater.update(update, validates)
+            if validates:
+                self.unvalidated = row
+                row = {**row, "validation/reward": self.updater.validate()}
+                self.unvalidated = None
+        except RewardError as error:
+            self._save()  # nothing was changed since the last update, or since the one to validate
+            raise TrainingError(f"{error}; {self._last_good()}") from None
         except TrainingError as error:
             raise TrainingError(f"{error}; {self._last_good()}") from None
         if validates:
-            reward = row["validation/reward"] = self.updater.validate()
+            reward = row["validation/reward"]
             if reward > self.best["reward"]:
                 self.best = {"update": update, "reward": reward}
                 self.snapshots["best"] = self.updater.models.chosen()
@@ -178,10 +186,15 @@ class _Loop:
     def _last_good(self) -> str:
         if self.resume is None or not self.resume.is_file():
             return "no resume state was written yet"
-        meta: dict[str, Any] = load_state(self.resume)[1]
-        return f"the last good state is {self.resume} (update {meta['done']})"
+        meta: dict[str, Any] = read_header(self.resume)
+        update = meta["done"] + (meta["unvalidated"] is not None)
+        return f"the last good state is {self.resume} (update {update}); the same command goes on from it"
 
-    def _save(self, path: Path) -> None:
+    def _save(self) -> None:
+        """Write the resume state, if this run keeps one and there is something to keep."""
+        started = self.done > 0 or self.unvalidated is not None
+        if self.resume is None or not started or not self.updater.workers.main:
+            return
         tensors = {f"policy/{name}": value for name, value in self.updater.models.weights().items()}
         average = self.updater.models.average or {}
         tensors |= {f"average/{name}": value for name, value in average.items()}
@@ -193,9 +206,10 @@ class _Loop:
             "done": self.done,
             "flat": self.flat,
             "best": None if math.isinf(self.best["reward"]) else self.best,
+            "unvalidated": self.unvalidated and _without_nan(self.unvalidated),
             "rows": {"metrics": self.metrics.rows, "timing": self.timing.rows},
         }
-        save_state(path, tensors, meta)
+        save_state(self.resume, tensors, meta)
 
     def _restore(self, path: Path) -> dict[str, list[dict[str, float]]]:
         tensors, meta = load_state(path)
@@ -225,8 +239,11 @@ class _Loop:
         self.updater.optimizer.load_state_dict({**optimizer, "state": moments})
         self.done, self.flat = meta["done"], meta["flat"]
         self.best = meta["best"] or self.best
+        row = meta["unvalidated"]
+        self.unvalidated = row and {key: math.nan if value is None else value for key, value in row.items()}
         rows: dict[str, list[dict[str, float]]] = meta["rows"]
-        _say(f"resuming {self.updater.variant}-{self.updater.seed} after update {self.done}")
+        last = self.done + (row is not None)
+        _say(f"resuming {self.updater.variant}-{self.updater.seed} after update {last}")
         return rows
 
 
@@ -257,6 +274,10 @@ class _Progress:
             each = (time.perf_counter() - self.started) / (update - self.done)
             left = each * (self.updates - update)
             _say(f"{self.name} {update}/{self.updates} {text} eta {left:.0f} s", self.stream)
+
+
+def _without_nan(row: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in row.items()}
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

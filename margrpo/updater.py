@@ -17,7 +17,7 @@ from margrpo import rewards, seeds
 from margrpo.batches import Batch, BatchOrder, chunks
 from margrpo.checkpoints import sha256
 from margrpo.config import Config
-from margrpo.errors import TrainingError
+from margrpo.errors import RewardError, TrainingError
 from margrpo.metrics.diversity import pairwise_distance
 from margrpo.models import Models
 from margrpo.pieces import Piece, add_anchors, cut, with_ends
@@ -52,6 +52,8 @@ class Updater:
         self.objective = config.objective_of(variant)
         rewards.check(config.reward.weights, config.reward.options)
         self.workers = Workers(config.train)
+        if self.workers.main:  # it alone scores
+            rewards.prepare(config.reward.weights, config.reward.options)
         self.order = BatchOrder(train, seed)
         self.validation_prompts = validation
         self.models = Models(config, variant, seed, base, self.workers.device)
@@ -83,6 +85,7 @@ class Updater:
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
+            RewardError: a reward gives no scores any more; weights and optimizer are as they were.
         """
         row, pieces = self.collect(update)
         started = time.perf_counter()
@@ -257,9 +260,9 @@ class Updater:
         texts, specs = [prompt.text for prompt in prompts], [prompt.spec for prompt in prompts]
         try:
             return rewards.score(reward.weights, images, texts, specs, reward.options, update is not None)
-        except TrainingError as error:
+        except RewardError as error:
             place = "the validation" if update is None else f"update {update}"
-            raise TrainingError(f"{self.variant}-{self.seed}: {error} at {place}") from None
+            raise RewardError(f"{self.variant}-{self.seed}: {error} at {place}") from None
 
     def _generate(
         self,

@@ -148,7 +148,10 @@ def test_headers_that_do_not_fit_are_named(saved):
     wrong = SMALL.model_dump() | {"heads": 3}
     cases = [
         (edit(kind="huge"), "policy kind 'huge'; allowed: tiny"),
-        (edit(description={"architecture": SMALL.model_dump(), "vocabulary": ["<pad>"]}), "another vocabulary"),
+        (
+            edit(description={"architecture": SMALL.model_dump(), "vocabulary": ["<pad>"]}),
+            "another vocabulary",
+        ),
         (edit(description=TinyPolicy(SMALL).describe() | {"architecture": wrong}), "not usable"),
         (edit(description=None), "not usable"),
         (newer, "format 2; allowed: 1"),
@@ -169,8 +172,13 @@ def test_state_round_trip_with_views_ties_and_types(tmp_path):
     path = tmp_path / "state.safetensors"
     whole = torch.arange(6.0)
     tensors = {
-        "whole": whole, "view": whole[2:4], "tied": whole, "scalar": torch.tensor(3), "empty": torch.zeros(0, 2),
-        "rng": torch.Generator().manual_seed(1).get_state(), "transposed": torch.arange(6).view(2, 3).T,
+        "whole": whole,
+        "view": whole[2:4],
+        "tied": whole,
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 2),
+        "rng": torch.Generator().manual_seed(1).get_state(),
+        "transposed": torch.arange(6).view(2, 3).T,
     }
     meta = {"update": 7, "best": None, "loss": 0.1}
     digest = checkpoints.save_state(path, tensors, meta)

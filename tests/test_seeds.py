@@ -16,8 +16,15 @@ def test_seed_is_the_upper_63_bits_of_sha256_of_the_json_list():
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [((1,), ("1",)), (("ab",), ("a", "b")), (("a", "bc"), ("ab", "c")), (("a",), ("a", "")), ((1, 2), (12,)),
-     (('a", "b',), ("a", "b")), ((), ("",))],
+    [
+        ((1,), ("1",)),
+        (("ab",), ("a", "b")),
+        (("a", "bc"), ("ab", "c")),
+        (("a",), ("a", "")),
+        ((1, 2), (12,)),
+        (('a", "b',), ("a", "b")),
+        ((), ("",)),
+    ],
 )
 def test_different_parts_give_different_seeds(one, other):
     assert seeds.derive(*one) != seeds.derive(*other)

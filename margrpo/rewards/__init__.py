@@ -3,7 +3,7 @@
 # the default reward; the others are imported when they are asked for
 from margrpo.rewards import scenes as _scenes  # noqa: F401
 from margrpo.rewards.base import Info, Reward, check, entry, missing, names, register
-from margrpo.rewards.mixture import RewardBatch, columns, metrics, score, spreads
+from margrpo.rewards.mixture import RewardBatch, columns, metrics, prepare, score, spreads
 
 __all__ = [
     "Info",
@@ -15,6 +15,7 @@ __all__ = [
     "metrics",
     "missing",
     "names",
+    "prepare",
     "register",
     "score",
     "spreads",

@@ -36,7 +36,8 @@ class Info:
     Args:
         low, high: range of the scores; infinite where unbounded. license: of the weights or the rule.
         files: names of the weight files in the folder `reward.options.<name>.path`. source: where they come
-            from. extra: optional dependency group of this package, with the module it must bring.
+            from. repository: of the hub, where they are taken from without a path; "" = a path is needed.
+        extra: optional dependency group of this package, with the module it must bring.
         batch_size: images scored together by default; None = all. step: distance of neighbouring scores
             where they are quantised, else 0.
     """
@@ -48,6 +49,7 @@ class Info:
     high: float = math.inf
     files: tuple[str, ...] = ()
     source: str = ""
+    repository: str = ""
     extra: tuple[str, str] | None = None
     batch_size: int | None = None
     step: float = 0.0
@@ -131,6 +133,8 @@ def check(weights: Mapping[str, float], options: Mapping[str, RewardOptions] | N
 def missing(name: str, options: RewardOptions) -> str | None:
     """Return what a reward lacks to run with these options, as one line, or None."""
     info = entry(name).info
+    if options.url is not None:
+        return None  # what it needs is where it is served
     if info.extra is not None and importlib.util.find_spec(info.extra[1]) is None:
         return f"reward {name}: package {info.extra[1]} is missing; pip install 'margrpo[{info.extra[0]}]'"
     if options.path is None:

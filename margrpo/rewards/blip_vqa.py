@@ -139,6 +139,7 @@ class AttributeReward:
         high=1.0,
         files=("config.json",),
         source=f"{REPOSITORY}, in transformers' layout with its BERT vocabulary",
+        repository=REPOSITORY,
         batch_size=16,
     )
 )

@@ -35,8 +35,8 @@ class CroppedCosine:
 
 def _info(name: str, summary: str, low: float, high: float, source: str) -> Info:
     files = ("config.json",)
-    source = f"{source}, in transformers' layout with its tokenizer"
-    return Info(name, summary, "MIT", low, high, files, source, batch_size=32)
+    layout = f"{source}, in transformers' layout with its tokenizer"
+    return Info(name, summary, "MIT", low, high, files, layout, source, batch_size=32)
 
 
 def _clip(name: str, options: RewardOptions, repository: str) -> Clip:

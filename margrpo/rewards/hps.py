@@ -48,6 +48,7 @@ def _info(name: str, version: str) -> Info:
         high=1.0,
         files=(FILES[name],),
         source=f"{REPOSITORY}; tokenizer of {TOWER}",
+        repository=REPOSITORY,
         batch_size=32,
         step=2**-12,  # the original's float16 between 0.25 and 0.5
     )

@@ -138,6 +138,7 @@ def _text(state: State, config_path: Path, vision_width: int, path: Path) -> nn.
         "Apache-2.0 (BLIP: BSD-3-Clause)",
         files=(FILE, CONFIG),
         source=f"{REPOSITORY}; tokenizer files of {TEXT}",
+        repository=REPOSITORY,
         batch_size=32,
     )
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,15 @@ def score(
         parts[name] = _runner(name, setting)(images, prompts, specs)
         terms.append(weight * scaled(parts[name], setting, training) if weight else torch.zeros(len(images)))
     return RewardBatch(torch.stack(terms).sum(0), parts)
+
+
+def prepare(weights: Iterable[str], options: Mapping[str, RewardOptions] | None = None) -> None:
+    """Build the rewards, or reach their servers, before anything expensive starts.
+
+    Raises MargrpoError for one that cannot be set up, RewardError for a server that stays away.
+    """
+    for name in weights:
+        _runner(name, (options or {}).get(name, _DEFAULT)).prepare()
 
 
 def scaled(scores: Tensor, options: RewardOptions, training: bool) -> Tensor:

@@ -177,7 +177,7 @@ def _scaled(box: Tensor, side: int) -> tuple[float, float, float, float]:
 def _info(name: str, summary: str) -> Info:
     files = ("config.json", "preprocessor_config.json")
     source = f"{REPOSITORY}, in transformers' layout"
-    return Info(name, summary, "Apache-2.0", 0.0, 1.0, files, source, batch_size=8)
+    return Info(name, summary, "Apache-2.0", 0.0, 1.0, files, source, REPOSITORY, batch_size=8)
 
 
 def _detector(name: str, options: RewardOptions) -> Owlv2:

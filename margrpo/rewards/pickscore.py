@@ -36,6 +36,7 @@ class PickScore:
         "code MIT, weights: none stated",
         files=("config.json",),
         source=f"{REPOSITORY}, in transformers' layout with a CLIP tokenizer",
+        repository=REPOSITORY,
         batch_size=32,
     )
 )

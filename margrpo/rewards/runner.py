@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from margrpo.config import RewardOptions
-from margrpo.errors import MargrpoError, TrainingError
+from margrpo.errors import MargrpoError, RewardError
 from margrpo.rewards.base import Entry, Reward, Specs
 
 PATIENCE = 3
@@ -24,7 +24,7 @@ class Runner:
 
     Raises (when called):
         MargrpoError: the reward cannot be set up.
-        TrainingError: it failed and `on_failure` is "fail", or it gave no score at all for `PATIENCE` calls
+        RewardError: it failed and `on_failure` is "fail", or it gave no score at all for `PATIENCE` calls
             in a row.
     """
 
@@ -33,9 +33,27 @@ class Runner:
         self.reward: Reward | None = None
         self.dead_calls = 0
 
-    @torch.no_grad()
+    def prepare(self) -> None:
+        """Build the reward, or reach the server that has it, unless that is done."""
+        if self.reward is not None:
+            return
+        try:
+            self.reward = self._remote() if self.options.url is not None else self.entry.build(self.options)
+        except MargrpoError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RewardError(f"reward {self.entry.info.name}: cannot be set up ({reason})") from error
+
     def __call__(self, images: Tensor, prompts: Sequence[str], specs: Specs) -> Tensor:
         """Return float32 [B] on the CPU; NaN for images that could not be scored."""
+        scores, reasons = self.score(images, prompts, specs)
+        self._report(scores, reasons)
+        return scores
+
+    @torch.no_grad()
+    def score(self, images: Tensor, prompts: Sequence[str], specs: Specs) -> tuple[Tensor, list[str]]:
+        """Return the scores as a call does, and why some are missing; missing ones have no consequence."""
         size = self.options.batch_size or self.entry.info.batch_size or len(images)
         if self.options.device is not None:
             images = images.to(self.options.device)
@@ -44,16 +62,19 @@ class Runner:
         for start in range(0, len(images), size):
             part = slice(start, start + size)
             parts.append(self._batch(images[part], prompts[part], specs[part], reasons))
-        scores = torch.cat(parts)
-        self._report(scores, reasons)
-        return scores
+        return torch.cat(parts), reasons
+
+    def _remote(self) -> Reward:
+        from margrpo.rewards.remote import RemoteReward  # an HTTP client that most runs do without
+
+        return RemoteReward(self.entry.info.name, self.options)
 
     def _batch(self, images: Tensor, prompts: Sequence[str], specs: Specs, reasons: list[str]) -> Tensor:
         """Score a batch; if it raises, score its images one by one to find the one that does it."""
         try:
             return self._score(images, prompts, specs)
         except MargrpoError:
-            raise  # the reward cannot be set up: not a matter of single images
+            raise  # the reward cannot be set up or reached: not a matter of single images
         except TimeoutError as error:
             reasons.append(str(error))
             self.reward = None  # its thread may still hold it
@@ -66,15 +87,16 @@ class Runner:
         return torch.cat([self._batch(images[i], prompts[i], specs[i], reasons) for i in single])
 
     def _score(self, images: Tensor, prompts: Sequence[str], specs: Specs) -> Tensor:
-        if self.reward is None:
-            self.reward = self.entry.build(self.options)
+        self.prepare()
         reward = self.reward
+        assert reward is not None
 
         def run() -> Tensor:
             with torch.no_grad():  # grad mode belongs to the thread
                 return reward(images, prompts, specs)
 
-        limit = self.options.timeout_s
+        # a remote reward keeps the limit itself, for every try
+        limit = None if self.options.url is not None else self.options.timeout_s
         scores = run() if limit is None else call_within(limit, run)
         if scores.shape != (len(images),):
             raise ValueError(f"scores of shape {list(scores.shape)} for {len(images)} images")
@@ -89,11 +111,11 @@ class Runner:
         reason = reasons[0] if reasons else "not a number"
         message = f"reward {self.entry.info.name}: no score for {failed} of {len(scores)} images ({reason})"
         if self.options.on_failure == "fail":
-            raise TrainingError(message)
+            raise RewardError(message)
         _log.warning("margrpo: %s", message)
         self.dead_calls = self.dead_calls + 1 if failed == len(scores) else 0
         if self.dead_calls >= PATIENCE:
-            raise TrainingError(f"{message}, {PATIENCE} times in a row")
+            raise RewardError(f"{message}, {PATIENCE} times in a row")
 
 
 def call_within(limit_s: float, function: Callable[[], Tensor]) -> Tensor:

@@ -13,40 +13,73 @@ from torch import Tensor
 
 from margrpo.config import RewardOptions
 from margrpo.rewards.base import entry
+from margrpo.rewards.runner import Runner
 from margrpo.scenes.grammar import parse
 from margrpo.scenes.render import render, sample_scene
 
 _SIDE = 256
+_ROUNDING = 1e-4  # a cosine of float32 vectors may exceed 1
 _SCENES = ("a red circle", "two blue squares")
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Scores of two pictures with their own prompts, with each other's, and whether a repetition agreed.
+    """Scores of two pictures with their own prompts and with each other's.
 
-    NaN: the reward has no score for that pair (a prompt without text, for OCR).
+    NaN: the reward has no score for that pair (a prompt without text, for OCR). repeatable: a second call gave
+    the same. in_range: within what the reward declares. reasons: why scores are missing, if it said so.
     """
 
     own: tuple[float, float]
     exchanged: tuple[float, float]
     repeatable: bool
+    in_range: bool
+    reasons: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
-        """Whether some own pair has a score and the scores repeat."""
-        return self.repeatable and any(np.isfinite(self.own))
+        """Whether some own pair has a score and the scores repeat and lie in range."""
+        return not self.problem
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, "" if nothing is."""
+        if not any(np.isfinite(self.own)):
+            return "no scores" + (f" ({self.reasons[0]})" if self.reasons else "")
+        if not self.repeatable:
+            return "a second call gave other scores"
+        return "" if self.in_range else "scores outside of the declared range"
+
+    @property
+    def prompts(self) -> str:
+        """What the scores say of the prompts: preferred where they belong, not preferred, or not looked at."""
+        pairs = [pair for pair in zip(self.own, self.exchanged, strict=True) if np.isfinite(pair).all()]
+        if not pairs:
+            return "nothing to compare"
+        if all(own == other for own, other in pairs):
+            return "the prompt does not matter"
+        return (
+            "own prompts score higher"
+            if all(own > other for own, other in pairs)
+            else "own prompts do NOT score higher"
+        )
 
 
 def selftest(name: str, options: RewardOptions) -> SelfTest:
-    """Build a reward and score the pictures; raises MargrpoError if it cannot be set up."""
+    """Set up a reward, or reach its server, and score the pictures; raises MargrpoError if that fails."""
     images, prompts, specs = _examples(name)
-    reward = entry(name).build(options)
+    runner = Runner(entry(name), options)
+    runner.prepare()
     order = [0, 1, 0, 1]
-    with torch.no_grad():
-        arguments = images[order], [prompts[i] for i in (0, 1, 1, 0)], [specs[i] for i in (0, 1, 1, 0)]
-        scores, again = reward(*arguments).cpu(), reward(*arguments).cpu()
+    arguments = images[order], [prompts[i] for i in (0, 1, 1, 0)], [specs[i] for i in (0, 1, 1, 0)]
+    scores, reasons = runner.score(*arguments)
+    again, _ = runner.score(*arguments)
     own, exchanged = (tuple(part.tolist()) for part in (scores[:2], scores[2:]))
-    return SelfTest(own, exchanged, torch.equal(scores.nan_to_num(), again.nan_to_num()))
+    info = runner.entry.info
+    known = scores[~scores.isnan()]
+    in_range = bool(((known >= info.low - _ROUNDING) & (known <= info.high + _ROUNDING)).all())
+    repeatable = torch.equal(scores.nan_to_num(), again.nan_to_num())
+    return SelfTest(own, exchanged, repeatable, in_range, tuple(reasons))
 
 
 def _examples(name: str) -> tuple[Tensor, list[str], list[Mapping[str, Any]]]:

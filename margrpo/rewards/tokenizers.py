@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from margrpo.errors import MargrpoError
+from margrpo.rewards.weights import note
 
 CLIP_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "bpe_simple_vocab_16e6.txt.gz")
 BERT_FILES = ("tokenizer.json", "vocab.txt")
@@ -55,6 +56,7 @@ class BertTokenizer:
             raise MargrpoError(
                 f"{folder}: no BERT tokenizer; allowed: a folder with {' or '.join(BERT_FILES)}"
             )
+        note(*(folder / name for name in BERT_FILES))
         tokenizer: Any = Bert.from_pretrained(str(folder), local_files_only=True)
         tokenizer.add_special_tokens({"bos_token": "[DEC]", "additional_special_tokens": ["[ENC]"]})
         self._tokenizer, self._length = tokenizer, length
@@ -79,6 +81,7 @@ class BertTokenizer:
 def _clip_tokenizer(folder: Path) -> Any:
     from transformers import CLIPTokenizer
 
+    note(*(folder / name for name in CLIP_FILES))
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
         return CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     packed = folder / "bpe_simple_vocab_16e6.txt.gz"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,42 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from margrpo.checkpoints import sha256
 from margrpo.errors import MargrpoError
 
 State = dict[str, Tensor]
 
+_BESIDE = ("preprocessor_config.json", "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")
+"""Files of a transformers folder that decide on a score besides its tensors."""
+
+_RECORD: ContextVar[list[Path] | None] = ContextVar("record", default=None)
+
 DERIVED = ("attn_mask", "position_ids")
 """Endings of buffers that some files carry: computed, not learned."""
+
+
+@contextmanager
+def recorded_files() -> Iterator[list[Path]]:
+    """Give a list that gets the weight, configuration and tokenizer files which rewards built inside read."""
+    files: list[Path] = []
+    token = _RECORD.set(files)
+    try:
+        yield files
+    finally:
+        _RECORD.reset(token)
+
+
+def note(*paths: Path) -> None:
+    """Say that files are being read, for whoever records it; those that are not there don't count."""
+    files = _RECORD.get()
+    if files is not None:
+        files += [path for path in paths if path.is_file() and path not in files]
+
+
+def recorded_sha256(files: Iterable[Path]) -> str:
+    """Return one hash for files wherever they lie: `sha256sum` of each with its bare name, sorted, hashed."""
+    lines = sorted(f"{sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def folder(name: str, path: str | None, repository: str, files: Iterable[str]) -> Path:
@@ -51,6 +84,7 @@ def read_state(path: Path) -> State:
 
     Raises MargrpoError for a missing or damaged file, pickled code, or anything that is not named tensors.
     """
+    note(path)
     try:
         if path.suffix == ".safetensors":
             state: Any = load_file(path)
@@ -90,15 +124,16 @@ def load_strict(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; raises MargrpoError if there is none."""
+    note(path)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MargrpoError(f"{path}: no such file; allowed: the original's configuration") from None
     except (OSError, ValueError) as error:
         raise MargrpoError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(record, dict):
+    if not isinstance(content, dict):
         raise MargrpoError(f"{path}: not a JSON object")
-    return record
+    return content
 
 
 def hf_model(folder: Path, config: str, model: str, ties: Mapping[str, str] | None = None) -> Any:
@@ -111,6 +146,7 @@ def hf_model(folder: Path, config: str, model: str, ties: Mapping[str, str] | No
     Raises:
         MargrpoError: a file is missing, or its tensors are not those of the configuration.
     """
+    note(*(folder / name for name in _BESIDE))
     built = build(config, model, read_json(folder / "config.json"), folder / "config.json")
     path = folder / "model.safetensors"
     path = path if path.is_file() else folder / "pytorch_model.bin"

@@ -204,7 +204,10 @@ def test_claims_follow_the_rules(study: StudyData) -> None:
     bridged = claims["Bridged trajectories improve on the frozen head with committed tokens"]
     assert bridged.verdict == "supported"
     assert bridged.evidence == "+0.050 [+0.045, +0.055], p\u00a0=\u00a00.001"
-    assert claims["Bridged trajectories improve on that control at equal core-seconds too"].verdict == "supported"
+    assert (
+        claims["Bridged trajectories improve on that control at equal core-seconds too"].verdict
+        == "supported"
+    )
     late = claims["End-to-end GRPO collapses late in training"]
     assert (late.verdict, late.evidence) == ("open", "20 updates are too few to tell")
     frozen = claims["Reinforcing with a frozen head improves on the base"]

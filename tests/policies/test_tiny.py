@@ -183,7 +183,9 @@ def test_known_differs_from_unknown(policy):
     known = torch.zeros(4, 16, dtype=torch.bool)
     given = known.clone()
     given[:, 3] = True
-    assert not torch.allclose(policy.backbone(tokens, known, condition), policy.backbone(tokens, given, condition))
+    assert not torch.allclose(
+        policy.backbone(tokens, known, condition), policy.backbone(tokens, given, condition)
+    )
 
 
 def test_permuting_the_batch_permutes_the_output(policy):
@@ -250,9 +252,18 @@ def test_attention_block_is_torch_s_pre_norm_layer():
     layer = nn.TransformerEncoderLayer(
         12, 3, 48, dropout=0.0, activation="gelu", layer_norm_eps=1e-6, batch_first=True, norm_first=True
     )
-    names = {"norm1": "norm1", "norm2": "norm2", "proj": "self_attn.out_proj", "mlp.0": "linear1", "mlp.2": "linear2"}
-    state = {f"{there}.{kind}": block.state_dict()[f"{here}.{kind}"]
-             for here, there in names.items() for kind in ("weight", "bias")}
+    names = {
+        "norm1": "norm1",
+        "norm2": "norm2",
+        "proj": "self_attn.out_proj",
+        "mlp.0": "linear1",
+        "mlp.2": "linear2",
+    }
+    state = {
+        f"{there}.{kind}": block.state_dict()[f"{here}.{kind}"]
+        for here, there in names.items()
+        for kind in ("weight", "bias")
+    }
     state["self_attn.in_proj_weight"], state["self_attn.in_proj_bias"] = block.qkv.weight, block.qkv.bias
     layer.load_state_dict(state, strict=True)
     x, padded = draw((2, 7, 12)), torch.tensor([[False] * 7, [False, False, True, True, False, False, False]])
@@ -330,7 +341,9 @@ def test_components_are_uncorrelated_and_half_whitened(tokenizer):
     patches = images.reshape(-1, 3, 4, 8, 4, 8).permute(0, 2, 4, 1, 3, 5).reshape(-1, 192).double()
     singular = torch.from_numpy(np.linalg.svd((patches - patches.mean(0)).numpy(), False, False))
     plain = singular[:16].square() / (len(patches) - 1)
-    ratio = variances / plain.sqrt()  # half-whitened: variance is proportional to the plain standard deviation
+    ratio = (
+        variances / plain.sqrt()
+    )  # half-whitened: variance is proportional to the plain standard deviation
     assert ratio.std() / ratio.mean() < 1e-3
 
 

@@ -15,16 +15,20 @@ from margrpo.checkpoints import save_policy
 from margrpo.errors import TrainingError
 from margrpo.rewards import base, columns
 from margrpo.trainer import train
+from margrpo.updater import Updater
 from tests.oracles import tiny
+from tests.rewards.serving import Server
 from tests.support import make_config, make_policy, scene_prompts
 
 PROMPTS = {"train": scene_prompts("train", 6), "validation": scene_prompts("validation", 2)}
 
 
-def run(tmp_path: Path, reward: dict[str, Any], resume: Path | None = None) -> list[dict[str, str]]:
+def run(
+    tmp_path: Path, reward: dict[str, Any], resume: Path | None = None, **sections: Any
+) -> list[dict[str, str]]:
     policy = tmp_path / "policy.safetensors"
     save_policy(make_policy(), policy, {})
-    config = make_config(reward=reward)
+    config = make_config(reward=reward, **sections)
     train(
         config, "frozen_head", 0, policy, PROMPTS, tmp_path / "out", tmp_path / "logs", resume, progress=False
     )
@@ -111,3 +115,67 @@ def test_on_failure_fail_stops_and_names_the_last_good_state(tmp_path, misbehave
     whole = tmp_path / "whole"
     whole.mkdir()
     assert resumed == run(whole, reward)
+
+
+@pytest.mark.parametrize(("call", "place", "kept"), [(5, "update 4", 3), (6, "the validation", 4)])
+def test_a_reward_that_dies_stops_with_the_state_of_the_last_finished_update(
+    call, place, kept, tmp_path, misbehave
+):
+    # calls: updates 1 and 2, the validation, updates 3 and 4, the validation; no resume state is due before the end
+    misbehave({call: RuntimeError("gone")})
+    reward = {"weights": {"odd": 1.0}, "options": {"odd": {"on_failure": "fail"}}}
+    state, sparse = tmp_path / "state.safetensors", {"checkpoint_every": 10}
+    with pytest.raises(
+        TrainingError, match=rf"gone\) at {place}; the last good state is .*\(update {kept}\)"
+    ):
+        run(tmp_path, reward, state, train=sparse)
+    calls = misbehave({})
+    resumed = run(tmp_path, reward, state, train=sparse)
+    assert len(calls) == 7 - call  # what was finished is not done again
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert resumed == run(whole, reward, train=sparse)
+    ours, theirs = ((folder / "out" / "last.safetensors").read_bytes() for folder in (tmp_path, whole))
+    assert ours == theirs
+
+
+def test_a_server_that_is_killed_costs_time_and_nothing_else(tmp_path, monkeypatch):
+    weights = {"scenes": 1.0, "jpeg_size": 0.25}
+    local = tmp_path / "local"
+    local.mkdir()
+    expected = run(local, {"weights": weights})  # jpeg_size rounds to 8 bit in this process too
+    servers = [Server("jpeg_size")]
+    url = servers[0].wait()
+    state, sparse = tmp_path / "state.safetensors", {"checkpoint_every": 10}
+
+    def remote(wait_s: float) -> list[dict[str, str]]:
+        options = {"jpeg_size": {"url": url, "wait_s": wait_s}}
+        return run(tmp_path, {"weights": weights, "options": options}, state, train=sparse)
+
+    def restart() -> None:
+        servers[-1].kill()
+        servers.append(Server("jpeg_size", port=int(url.rsplit(":", 1)[1])))
+
+    validate, update = Updater.validate, Updater.update
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "validate", lambda self: (servers[-1].kill(), validate(self))[1])
+        message = rf"jpeg_size: no answer from {url} within 0.2 s .* at the validation; .*\(update 2\)"
+        with pytest.raises(TrainingError, match=message):
+            remote(wait_s=0.2)
+    restart()
+    updates = []
+
+    def interrupted(self: Updater, number: int, validated: bool) -> dict[str, float]:
+        updates.append(number)
+        if number == 4:
+            restart()  # without waiting until it is up
+        return update(self, number, validated)
+
+    monkeypatch.setattr(Updater, "update", interrupted)
+    try:
+        assert remote(wait_s=100.0) == expected
+    finally:
+        servers[-1].kill()
+    assert updates == [3, 4]
+    ours, theirs = ((folder / "out" / "last.safetensors").read_bytes() for folder in (tmp_path, local))
+    assert ours == theirs

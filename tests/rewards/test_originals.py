@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from margrpo.config import RewardOptions
 from margrpo.rewards import base
 from margrpo.rewards.images import MEAN, STD, crop_center, pad_longest
-from tests.oracles import tiny
-
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rewards" / "oracles.json").read_text())
+from tests.oracles import compare, tiny
+from tests.oracles.compare import images
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("weights")
-    return {
-        "hpsv2.1": tiny.hps(root / "hps"),
-        "pickscore": tiny.clip_hf(root / "pickscore", seed=2, activation="gelu"),
-        "aesthetic": tiny.aesthetic(root / "aesthetic"),
-        "image_reward": tiny.image_reward(root / "image_reward"),
-    }
+    return compare.folders(tmp_path_factory.mktemp("weights"))
 
 
-def images() -> list[Tensor]:
-    pictures = [torch.from_numpy(np.array(picture)) for picture in tiny.images()]
-    return [picture.permute(2, 0, 1)[None].float() / 255 for picture in pictures]
-
-
-def scores(name: str, folder: Path, prompts: list[str]) -> Tensor:
-    reward = base.entry(name).build(RewardOptions(path=str(folder)))
-    with torch.no_grad():
-        rows = [reward(i.repeat(len(prompts), 1, 1, 1), prompts, [{}] * len(prompts)) for i in images()]
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize(
-    ("name", "tolerance"),
-    [("hpsv2.1", 1e-6), ("pickscore", 20 * 1e-6), ("aesthetic", 1e-6), ("image_reward", 1e-5)],
-)
-def test_scores_equal_those_of_the_original(folders, name, tolerance):
-    # pickscore: 1e-6 of the cosine, which the tiny model scales by exp(3) = 20
-    expected = torch.tensor(GOLDEN["scores"][name])
-    prompts = tiny.PROMPTS[: expected.shape[1]]
-    ours = scores(name, folders[name], prompts)
+@pytest.mark.parametrize("name", list(compare.LIMITS))
+def test_scores_equal_those_of_the_original(folders, name):
+    expected = compare.recorded(name)
     assert expected.std() > 0.02  # the tiny model tells its inputs apart
-    assert (ours - expected).abs().max() < tolerance
+    assert (compare.ours(name, folders[name]) - expected).abs().max() < compare.LIMITS[name]
 
 
 def test_batches_of_mixed_prompts_give_what_single_images_give(folders):

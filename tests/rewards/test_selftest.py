@@ -3,11 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from margrpo.cli import app, run
 from margrpo.config import RewardOptions
-from margrpo.rewards import entry, names
+from margrpo.rewards import base, entry, names
 from margrpo.rewards.selftest import selftest
+from margrpo.rewards.status import state
 from tests.oracles import tiny
 
 PARAMS = Path(__file__).parents[2] / "params.yaml"
@@ -37,16 +39,72 @@ def test_check_says_what_works_and_what_is_missing(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "hpsv2.1: works" in out
     assert f"{folder / tiny.HPS_FILE} sha256 " in out
+    assert f"{folder / 'bpe_simple_vocab_16e6.txt.gz'} sha256 " in out
+    assert "  licence: Apache-2.0" in out
     (folder / tiny.HPS_FILE).unlink()
     assert run(app, [*arguments, *weights, *options]) == 1
     assert "hpsv2.1: not usable: reward.options.hpsv2.1.path" in capsys.readouterr().out
 
 
 def test_list_names_every_reward(capsys):
-    assert run(app, ["rewards", "list"]) == 0
+    assert run(app, ["rewards", "list", "--params", str(PARAMS)]) == 0
     out = capsys.readouterr().out
     for name in names():
         assert f"{name}: " in out
+
+
+def test_the_state_says_what_is_found_and_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert state("jpeg_size", RewardOptions()) == "ready: needs no weights of its own"
+    assert state("ocr", RewardOptions()) == "ready: rapidocr brings its models"
+    assert state("aesthetic", RewardOptions()).startswith("not ready: set reward.options.aesthetic.path to")
+    assert state("hpsv2", RewardOptions(url="http://a")) == "served at http://a"
+    given = RewardOptions(path=str(tmp_path))
+    assert state("hpsv2", given).startswith(
+        f"not ready: reward.options.hpsv2.path: {tmp_path} has no HPS_v2_"
+    )
+    tiny.clip_hf(tmp_path, seed=2)
+    assert state("pickscore", given) == f"ready: weights in {tmp_path}"
+
+
+def test_the_state_finds_weights_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path))
+    assert state("pickscore", RewardOptions()).startswith("not here: downloads yuvalkirstain/PickScore_v1 at")
+    cached = tmp_path / "models--yuvalkirstain--PickScore_v1"
+    snapshot = cached / "snapshots" / "abc"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    tiny.clip_hf(snapshot, seed=2)
+    assert state("pickscore", RewardOptions()) == f"ready: weights in {snapshot}"
+    (snapshot / "model.safetensors").unlink()
+    assert state("pickscore", RewardOptions()).startswith("not here")
+
+
+def test_check_tries_the_rewards_that_are_named(capsys):
+    assert run(app, ["rewards", "check", "jpeg_size", "ocr", "aesthetic", "--params", str(PARAMS)]) == 1
+    size, _, reading, _, beauty, licence = capsys.readouterr().out.splitlines()
+    assert size.startswith("jpeg_size: works;")
+    assert size.endswith("the prompt does not matter")
+    # only the sign has text, and it is read without a mistake
+    assert (
+        reading
+        == "ocr: works; pictures with their prompts nan, 1.0000; exchanged 0.0000, nan; nothing to compare"
+    )
+    assert beauty.startswith("aesthetic: not usable: reward.options.aesthetic.path: null")
+    assert licence == "  licence: Apache-2.0 (predictor), MIT (CLIP)"
+
+
+def test_scores_out_of_range_and_scores_that_change_are_not_usable(monkeypatch):
+    calls = []
+
+    def build(options: RewardOptions) -> base.Reward:
+        return lambda images, prompts, specs: calls.append(1) or values(len(calls)) * torch.ones(len(images))
+
+    monkeypatch.setitem(base._REGISTRY, "odd", base.Entry(base.Info("odd", "test", "none", 0.0, 1.0), build))
+    values = lambda call: 2.0  # noqa: E731
+    assert selftest("odd", RewardOptions()).problem == "scores outside of the declared range"
+    values = lambda call: 1.0 / call  # noqa: E731
+    assert selftest("odd", RewardOptions()).problem == "a second call gave other scores"
 
 
 @pytest.mark.parametrize(("extra", "code"), [([], 0), (["--json"], 0)])

@@ -164,3 +164,19 @@ def test_a_configuration_that_is_none_is_one_line(tmp_path):
     with pytest.raises(MargrpoError, match="no CLIPConfig") as error:
         build("pickscore", folder)
     one_line(error)
+
+
+def test_the_weights_have_one_hash_wherever_they_lie(tmp_path: Path):
+    def served(folder: Path) -> tuple[str, list[str]]:
+        with weights.recorded_files() as files:
+            base.entry("hpsv2.1").build(RewardOptions(path=str(folder)))
+        return weights.recorded_sha256(files), sorted(file.name for file in files)
+
+    first, names = served(tiny.hps(tmp_path / "one"))
+    assert names == sorted([tiny.HPS_FILE, "config.json", "bpe_simple_vocab_16e6.txt.gz"])
+    other = tiny.hps(tmp_path / "two")
+    assert served(other)[0] == first
+    state = torch.load(other / tiny.HPS_FILE, weights_only=True)
+    state["state_dict"]["logit_scale"] += 1
+    torch.save(state, other / tiny.HPS_FILE)
+    assert served(other)[0] != first
