@@ -178,6 +178,16 @@ class Evaluation(Section):
     grid_prompts: int = Field(8, ge=1, le=32, description="rows of the sample grid")
 
 
+class Diagnose(Section):
+    """What the stage `diagnose` measures at the base policy for the report."""
+
+    gradients: int | None = Field(
+        6, ge=2, le=10_000, description="gradients per variant, all in memory; null = none (large policies)"
+    )
+    images: int = Field(4, ge=0, le=16, description="validation prompts whose token maps are drawn")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="seed of prompts and noise")
+
+
 class Run(Section):
     """One cell of the study."""
 
@@ -234,6 +244,7 @@ class Config(Section):
         min_length=1, description="name -> objective switches it changes"
     )
     evaluation: Evaluation = Evaluation()
+    diagnose: Diagnose = Diagnose()
     report: Report = Report()
     tracking: Tracking = Tracking()
     profiles: dict[Name, dict[str, Any]] = Field({}, description="name -> overlay on this file")

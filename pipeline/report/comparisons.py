@@ -115,6 +115,10 @@ def compare_within_runs(study: StudyData) -> list[WithinRun]:
                 continue
             ours = run.prompt_rewards("last", study.sampler)
             theirs = other.prompt_rewards("last", study.sampler).reindex(ours.index)
+            both = ours.notna() & theirs.notna()
+            if not both.any():
+                continue
+            ours, theirs = ours[both], theirs[both]
             # One generator per pair, so that adding a comparison changes no other interval.
             rng = np.random.default_rng(run.seed)
             interval = prompt_bootstrap(
@@ -147,7 +151,7 @@ def _values(study: StudyData, variant: str, measure: Measure) -> dict[int, float
     if variant != BASE:
         return study.by_seed(variant, measure)
     value = measure(study.base)
-    return {} if math.isnan(value) else {0: value}
+    return {0: value} if math.isfinite(value) else {}
 
 
 def _mean_cost(runs: list[TrainedRun], seeds: set[int], update: int | None) -> float:
