@@ -17,7 +17,7 @@ from margrpo.metrics.statistics import paired_t, t_interval
 from pipeline import paths
 from pipeline.report import numbers
 from pipeline.report.figures import CURVES, smooth
-from pipeline.store import Store
+from pipeline.store import Store, quiet
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -53,6 +53,7 @@ def compare(config: Config, names: Sequence[str], within: str | None, out: Path)
     Raises:
         MargrpoError: there is no such run, study or store; nothing is written.
     """
+    quiet()
     import mlflow.exceptions
 
     if out.suffix.lower() != ".png":
@@ -70,7 +71,8 @@ def compare(config: Config, names: Sequence[str], within: str | None, out: Path)
     from margrpo.checkpoints import write_atomic
 
     write_atomic(out, picture)
-    return "\n".join([_table(config, lines, curves["grad_norm"]), *_differences(lines), f"curves: {out}"])
+    table = _table(config, lines, curves["grad_norm"])
+    return "\n".join([table, *_origins(store, lines), *_differences(lines), f"curves: {out}"])
 
 
 def resolve(store: Store, name: str, parent: str | None = None) -> Line:
@@ -179,6 +181,20 @@ def _table(config: Config, lines: list[Line], norms: list[pd.DataFrame]) -> str:
     return pd.DataFrame(rows).to_string(index=False)
 
 
+def _origins(store: Store, lines: list[Line]) -> list[str]:
+    """Return which study or sweep the lines are from: a name may stand for several, of which the newest counts."""
+    labels: dict[str, list[str]] = {}
+    for line in lines:
+        for parent in {run.data.tags.get("mlflow.parentRunId", "") for run in line.runs.values()}:
+            labels.setdefault(parent, []).append(line.label)
+    texts = []
+    for parent, names in labels.items():
+        if parent:
+            found = store.client.get_run(parent)
+            texts.append(f"{', '.join(names)}: of {found.info.run_name} ({parent})")
+    return texts
+
+
 def _status(line: Line) -> str:
     return "+".join(sorted({run.info.status for run in line.runs.values()}))
 
@@ -218,12 +234,16 @@ def _draw(labels: list[str], curves: dict[str, list[pd.DataFrame]]) -> bytes:
             curve = CURVES[name]
             for index, (label, frame) in enumerate(zip(labels, frames, strict=True)):
                 band(axes, smooth(frame) if curve.smoothed else frame, label, index, curve.logarithmic)
-            axes.set_title(curve.title, fontsize=9)
+            axes.set_title(curve.title + (" (mean of 5 updates)" if curve.smoothed else ""), fontsize=9)
             if curve.logarithmic and axes.lines:
                 axes.set_yscale("log")
             axes.set_xlabel("update")
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        handles = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels())}
+        handles = {
+            text: handle
+            for axes in panels
+            for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
         if handles:
             figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, fontsize=8)
         buffer = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
 _IMAGE = re.compile(
     rf"images/{jobs.IMAGES}[+%]step[+%](\d+)[+%]timestamp[+%].*\.webp"
 )  # the last file of an image
+
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+
+
+def quiet() -> None:
+    """Set what mlflow reads on import, unless the user has: no telemetry, short waits for a dead server."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import jobs, processes
 from pipeline.machine import Machine
-from pipeline.store import Store, close_dead_runs
+from pipeline.store import Store, close_dead_runs, quiet
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -27,12 +27,6 @@ IDLE_SECONDS = 20.0  # longer than the pause between two stages of `dvc repro`
 PATIENCE_SECONDS = 60.0  # with an unreachable server, once no stage runs any more
 POLL_SECONDS = 1.0
 _DROPPED_ERRORS = ("INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST")
-_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "GIT_PYTHON_REFRESH": "quiet",
-}
 
 
 @dataclass
@@ -280,8 +274,7 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
-    for _name, _value in _ENVIRONMENT.items():
-        os.environ.setdefault(_name, _value)
+    quiet()
     os.environ["MARGRPO_HOME"] = sys.argv[1]
     os.nice(5)
     follow(Path(sys.argv[1]))

@@ -71,9 +71,8 @@ def _write(study: StudyData, root: Path, folder: Path) -> None:
     noise = diagnosis.read_noise(root)
     effects = effects_of(study, primary)
     figures.draw_effects(effects, level, drawn / "effects.png")
-    results = Section(
-        "Results after the last update", "Results", (tables.variants_table(study), _headline(study, drawn))
-    )
+    variants = tables.variants_table(study)
+    results = Section(variants.caption, "Results", (variants, _headline(study, drawn)))
     comparisons = Section(
         "Comparisons",
         "Comparisons",
@@ -95,7 +94,8 @@ def _write(study: StudyData, root: Path, folder: Path) -> None:
         tuple(_curves(study, drawn)),
         "Line: mean over seeds. Band: lowest to highest seed. The panels of a row share their axes.",
     )
-    secondary = Section("Categories and other measures", "Categories", (tables.details_table(study),))
+    details = tables.details_table(study)
+    secondary = Section(details.caption, "Categories", (details,))
     document = Document(
         title=f"Report of the study {study.config.study.name}",
         question=QUESTION,
@@ -158,7 +158,7 @@ def _sweeps(study: StudyData, drawn: Path) -> list[Section]:
 def _noise(study: StudyData, noise: pd.DataFrame | None, drawn: Path) -> Section:
     if noise is None:
         note = "Not measured in this study (`diagnose.gradients` in params.yaml; `margrpo diagnose` measures it)."
-        return Section("Gradient noise", "Gradient noise", (), note)
+        return Section("Gradient noise at the base policy", "Gradient noise", (), note)
     diagnosis.draw_noise(noise, drawn / "gradient_noise.png")
     picture = Picture(
         "gradient_noise.png",
@@ -167,7 +167,7 @@ def _noise(study: StudyData, noise: pd.DataFrame | None, drawn: Path) -> Section
         "variance alone is no merit: an estimate that forgets the reward has little of it.",
     )
     table = diagnosis.noise_table(noise, study.config.diagnose.gradients)
-    return Section("Gradient noise", "Gradient noise", (table, picture))
+    return Section(table.caption, "Gradient noise", (table, picture))
 
 
 def _maps(root: Path, drawn: Path) -> list[Section]:
@@ -192,11 +192,12 @@ def _samples(study: StudyData, drawn: Path) -> Section:
 
 
 def _cost(study: StudyData, drawn: Path) -> Section:
-    blocks: list[Block] = [cost.cost_table(study)]
+    table = cost.cost_table(study)
+    blocks: list[Block] = [table]
     if cost.draw_cost(study, drawn / "cost.png"):
         caption = "Wall seconds of the phases, mean over runs."
         blocks.append(Picture("cost.png", "Seconds of an update by phase and variant", caption))
-    return Section("Cost", "Cost", tuple(blocks))
+    return Section(table.caption, "Cost", tuple(blocks))
 
 
 def _provenance(study: StudyData, root: Path) -> Section:

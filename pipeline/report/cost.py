@@ -42,9 +42,14 @@ def cost_table(study: StudyData) -> Table:
     whole = sum(run.core_seconds() for run in study.runs)
     return Table(
         "Cost of training",
-        ("variant", "runs", "core-s/update", f"× {reference or 'reference'}")
-        + tuple(f"{name} s" for name in _PHASES.values())
-        + ("core-s, all runs",),
+        (
+            "variant",
+            "runs",
+            "core-s/update",
+            f"× {reference or 'reference'}",
+            *(f"{name} s" for name in _PHASES.values()),
+            "core-s, all runs",
+        ),
         tuple(rows),
         "Core-seconds: CPU time of the training process divided by updates (± half width of the "
         f"{100 * level:.3g} % t-interval over seeds). Phases: wall seconds an update, validation spread over all "
@@ -61,7 +66,7 @@ def draw_cost(study: StudyData, path: Path) -> bool:
     if not any(math.isfinite(value) for phases in found.values() for value in phases.values()):
         return False
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 1.3 + 0.3 * len(found)), layout="constrained")
+        figure = Figure(figsize=(5.8, 1.3 + 0.3 * len(found)), layout="constrained")
         axes = figure.subplots()
         left = [0.0] * len(found)
         for index, (column, name) in enumerate(_PHASES.items()):
@@ -72,7 +77,7 @@ def draw_cost(study: StudyData, path: Path) -> bool:
         axes.set_ylim(len(found) - 0.4, -0.6)
         axes.grid(False, axis="y")
         axes.set_xlabel("wall seconds an update")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, borderaxespad=0.2)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8, borderaxespad=0.2)
         save(figure, path)
     return True
 

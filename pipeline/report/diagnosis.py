@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import NullFormatter
 
 from margrpo.errors import MargrpoError
 from margrpo.maps import TokenMaps, load_maps
@@ -89,12 +90,13 @@ def draw_noise(noise: pd.DataFrame, path: Path) -> None:
     """Draw the variance of a gradient (logarithmic) beside the signal-to-noise ratio of the mean."""
     names = list(noise["variant"])
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 1.2 + 0.3 * len(names)), layout="constrained")
+        figure = Figure(figsize=(5.8, 1.2 + 0.3 * len(names)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         rows = np.arange(len(names))
         left.scatter(noise["trace"], rows, s=40, color=COLORS[0])
         if (noise["trace"] > 0).any():
             left.set_xscale("log")
+            left.xaxis.set_minor_formatter(NullFormatter())
         left.set_xlabel("variance of one gradient")
         right.axvline(1, color=BASE, linewidth=1, linestyle="--")
         right.scatter(noise["signal_to_noise"], rows, s=40, color=COLORS[1])
@@ -112,8 +114,8 @@ def maps_note(facts: dict[str, Any]) -> str:
         f"One rollout of the base policy per prompt, seen by {facts['variant']} at its AR steps. Color of a token that "
         f"is still open: its uncertainty, the std over {facts['trajectories']} fresh final latents under the step's "
         "own condition, mean over channels. A dot: the token enters the policy term; a cross: consistency drops it, "
-        f"since its cosine to the final token did not rise by more than {threshold:g}. Thick frame: written at this "
-        "step; tokens written before show the image. In the finished image, frames mark the "
+        f"since its cosine to the final token did not rise by more than {threshold:g}. Blue frame: written at this "
+        "step; tokens written before show the image. In the finished image, orange frames mark the "
         f"{100 * fraction:.0f} % most uncertain tokens under the condition that wrote them: those that get the "
         "multi-trajectory estimate."
     )

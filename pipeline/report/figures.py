@@ -61,7 +61,7 @@ def draw_headline(study: StudyData, path: Path) -> None:
     measure = reward("last", study.sampler)
     variants = study.variants
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 1.3 + 0.36 * len(variants)), layout="constrained")
+        figure = Figure(figsize=(5.8, 1.3 + 0.36 * len(variants)), layout="constrained")
         axes = figure.subplots()
         base = measure(study.base)
         if math.isfinite(base):
@@ -86,26 +86,23 @@ def draw_headline(study: StudyData, path: Path) -> None:
 def draw_effects(effects: list[Effect], level: float, path: Path) -> None:
     """Draw the declared comparisons as a forest: effect with interval, filled where it is decided after Holm."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 1.2 + 0.42 * max(len(effects), 1)), layout="constrained")
+        figure = Figure(figsize=(5.8, 0.9 + 0.5 * max(len(effects), 1)), layout="constrained")
         axes = figure.subplots()
         axes.axvline(0, color=BASE, linewidth=1)
+        across = axes.get_yaxis_transform()
         for row, effect in enumerate(effects):
             interval, color = effect.interval, COLORS[0] if effect.verdict == "open" else COLORS[1]
             if math.isfinite(interval.low):
                 axes.plot([interval.low, interval.high], [row, row], color=color, linewidth=1.8)
             face = "white" if effect.verdict == "open" else color
             axes.scatter([interval.mean], [row], s=44, color=face, edgecolors=color, linewidths=1.6, zorder=3)
-        axes.set_yticks(
-            range(len(effects)), [f"{effect.name}\n{effect.pair}" for effect in effects], fontsize=8
-        )
-        right = axes.twinx()
-        right.set_ylim(max(len(effects), 1) - 0.4, -0.6)
-        right.set_yticks(range(len(effects)), [effect.verdict for effect in effects])
-        right.grid(False)
-        for side in (axes, right):
-            side.tick_params(axis="y", length=0)
-            side.spines[["left", "right"]].set_visible(False)
-        axes.set_ylim(max(len(effects), 1) - 0.4, -0.6)
+            label = effect.name if effect.name == effect.pair else f"{effect.name} ({effect.pair})"
+            axes.text(0, row - 0.36, label, transform=across, fontsize=8, va="center")
+            weight = "normal" if effect.verdict == "open" else "bold"
+            axes.text(1, row - 0.36, effect.verdict, transform=across, ha="right", va="center", weight=weight)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.set_ylim(max(len(effects), 1) - 0.6, -0.7)
         axes.grid(False, axis="y")
         axes.set_xlabel(f"difference in held-out reward, {100 * level:.3g} % interval over seeds")
         save(figure, path)
@@ -146,7 +143,7 @@ def draw_scatter(study: StudyData, path: Path) -> None:
     """Draw reward against diversity, a point per run: a reward bought with diversity lies to the left."""
     of_reward, of_diversity = reward("last", study.sampler), reward("last", study.sampler, "diversity")
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+        figure = Figure(figsize=(5.8, 4.4 + 0.2 * math.ceil(len(study.variants) / 3)), layout="constrained")
         axes = figure.subplots()
         for index, variant in enumerate(study.variants):
             runs = study.of(variant)
@@ -165,7 +162,7 @@ def draw_scatter(study: StudyData, path: Path) -> None:
         )
         axes.set_xlabel("diversity: mean absolute pixel difference between images of a prompt")
         axes.set_ylabel(f"held-out {study.sampler.upper()} reward")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
         save(figure, path)
 
 
