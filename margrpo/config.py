@@ -226,6 +226,16 @@ class Evaluation(Section):
         return self
 
 
+class Diagnose(Section):
+    """What the stage `diagnose` measures at the base policy for the report."""
+
+    gradients: int | None = Field(
+        6, ge=2, le=10_000, description="gradients per variant, all in memory; null = none (large policies)"
+    )
+    images: int = Field(4, ge=0, le=16, description="validation prompts whose token maps are drawn")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="seed of prompts and noise")
+
+
 class Run(Section):
     """One cell of the study."""
 
@@ -282,6 +292,7 @@ class Config(Section):
         min_length=1, description="name -> objective switches it changes"
     )
     evaluation: Evaluation = Evaluation()
+    diagnose: Diagnose = Diagnose()
     report: Report = Report()
     tracking: Tracking = Tracking()
     profiles: dict[Name, dict[str, Any]] = Field({}, description="name -> overlay on this file")

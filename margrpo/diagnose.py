@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pandas as pd
@@ -49,6 +49,8 @@ def diagnose(
 ) -> pd.DataFrame:
     """Return one row of `Noise` per variant for the backbone gradient at the policy in a checkpoint.
 
+    Without variants there is nothing to compute, and the table has its columns alone.
+
     Args:
         updates: m, gradients per variant; all variants see the same prompts and noise. The reference's mean
             comes from twice as many other updates, so that shared noise cannot raise the projection.
@@ -56,6 +58,8 @@ def diagnose(
     Raises:
         ConfigError: an unknown variant, or params without the variant frozen_head_committed.
     """
+    if not variants:
+        return pd.DataFrame(columns=[field.name for field in fields(Noise)])
     config.objective_of(REFERENCE)
     report(f"reference {REFERENCE}")
     others = range(updates + 1, 3 * updates + 1)

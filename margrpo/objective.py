@@ -66,12 +66,20 @@ def consistency_mask(step: RecordedStep, final: Tensor, threshold: float | None)
     keep = torch.ones_like(step.index, dtype=torch.bool)
     if threshold is None or step.k == 0:
         return keep
+    keep[:, step.committed :] = (approach(step, final) > threshold)[:, step.committed :]
+    return keep
+
+
+def approach(step: RecordedStep, final: Tensor) -> Tensor:
+    """Return cos(x_k, final) - cos(x_{k-1}, final) [B, n]: how much closer AR step k came to the final token.
+
+    Args:
+        step: recorded with consistency, k > 0. final: [B, L, C].
+    """
     assert step.previous is not None
     target = take(final, step.index)
     now = torch.cosine_similarity(step.trajectories.final, target, dim=-1)
-    before = torch.cosine_similarity(step.previous, target, dim=-1)
-    keep[:, step.committed :] = (now - before > threshold)[:, step.committed :]
-    return keep
+    return now - torch.cosine_similarity(step.previous, target, dim=-1)
 
 
 def surrogate(change: Tensor, advantage: Tensor, clip_range: float | None) -> Tensor:

@@ -20,11 +20,14 @@ from margrpo import rewards
 from margrpo.checkpoints import load_state, read_header, save_policy, save_state, write_atomic
 from margrpo.config import Config
 from margrpo.errors import MargrpoError, RewardError, TrainingError
+from margrpo.grids import sheet_png
 from margrpo.logs import TIMING, RowFile, metric_columns
 from margrpo.prompts import Prompt
 from margrpo.updater import Updater
 
 SNAPSHOTS = ("last", "best", "milestone")
+GRIDS = "validation"
+"""Folder, below that of the checkpoints, of the images of every validation: `<update>.png`."""
 _PATIENCE = 10  # updates without any learning signal before training stops
 
 
@@ -58,7 +61,7 @@ def train(
 
     Args:
         base: checkpoint of the base policy. prompts: "train" and "validation".
-        out: folder for last, best and milestone.safetensors.
+        out: folder for last, best and milestone.safetensors, and the folder `validation` of sample grids.
         logs: folder for metrics.csv, timing.csv, summary.json.
         resume: file that holds the state while training; if it is there, training goes on from it. Its name
             must depend on everything that the result depends on. Removed at the end.
@@ -67,16 +70,17 @@ def train(
         TrainingError: non-finite numbers, no learning signal at all, or a reward that gives no scores any
             more (then the state of the last finished update is saved); says where the last good state is.
     """
-    loop = _Loop(Updater(config, variant, seed, base, prompts["train"], prompts["validation"]), logs, resume)
-    return loop.run(out, progress)
+    updater = Updater(config, variant, seed, base, prompts["train"], prompts["validation"])
+    return _Loop(updater, out, logs, resume).run(progress)
 
 
 class _Loop:
     """The state of a run between updates: what a resume file holds."""
 
-    def __init__(self, updater: Updater, logs: Path, resume: Path | None) -> None:
-        self.updater, self.logs, self.resume = updater, logs, resume
+    def __init__(self, updater: Updater, out: Path, logs: Path, resume: Path | None) -> None:
+        self.updater, self.out, self.logs, self.resume = updater, out, logs, resume
         self.snapshots: dict[str, dict[str, Tensor]] = {}
+        self.grids: dict[int, bytes] = {}  # PNG by update
         self.best: dict[str, float] = {"update": 0, "reward": -math.inf}
         self.done = 0
         self.flat = 0  # updates in a row without any signal
@@ -90,8 +94,13 @@ class _Loop:
         folder = logs if updater.workers.main else None  # other processes of a distributed run only compute
         self.metrics = RowFile(folder and folder / "metrics.csv", columns, rows["metrics"])
         self.timing = RowFile(folder and folder / "timing.csv", TIMING, rows["timing"])
+        if updater.workers.main:
+            for old in (out / GRIDS).glob("*.png"):
+                old.unlink()
+            for update, picture in self.grids.items():
+                write_atomic(_grid(out, update), picture)
 
-    def run(self, out: Path, progress: bool) -> TrainResult:
+    def run(self, progress: bool) -> TrainResult:
         updater, train = self.updater, self.updater.config.train
         core, wall = time.process_time(), time.perf_counter()
         name = f"{updater.variant}-{updater.seed}"
@@ -113,7 +122,7 @@ class _Loop:
                 bar.show(update, row)
                 if update % train.checkpoint_every == 0 or update == train.updates:
                     self._save()
-        return self._finish(out, name)
+        return self._finish(name)
 
     def _update(self, update: int) -> dict[str, float]:
         train = self.updater.config.train
@@ -135,6 +144,8 @@ class _Loop:
             if reward > self.best["reward"]:
                 self.best = {"update": update, "reward": reward}
                 self.snapshots["best"] = self.updater.models.chosen()
+            if self.updater.workers.main:
+                self._draw(update)
         if update == train.milestone:
             self.snapshots["milestone"] = self.updater.models.chosen()
         return row
@@ -155,7 +166,15 @@ class _Loop:
                 f"(until {row['update']}); use another reward or more images per prompt"
             )
 
-    def _finish(self, out: Path, name: str) -> TrainResult:
+    def _draw(self, update: int) -> None:
+        """Write the images of this update's validation; they were sampled for its reward."""
+        images, prompts = self.updater.validated, self.updater.validation_prompts
+        assert images is not None
+        groups = [(prompt.category, prompt.seen) for prompt in prompts]
+        self.grids[update] = sheet_png([prompt.text for prompt in prompts], groups, images)
+        write_atomic(_grid(self.out, update), self.grids[update])
+
+    def _finish(self, name: str) -> TrainResult:
         updater = self.updater
         now = updater.models.chosen()
         weights = {"last": now, "milestone": now, **self.snapshots}
@@ -163,7 +182,7 @@ class _Loop:
         provenance = {"run": name, "base_sha256": updater.base_sha256, "updates": self.done}
         for snapshot in SNAPSHOTS:
             updater.models.set_weights(weights[snapshot])
-            file, facts = out / f"{snapshot}.safetensors", provenance | {"snapshot": snapshot}
+            file, facts = self.out / f"{snapshot}.safetensors", provenance | {"snapshot": snapshot}
             export = partial(save_policy, updater.policy, file, facts, updater.models.export())
             hashes[snapshot] = updater.workers.on_main(export)
         result = TrainResult(
@@ -202,6 +221,8 @@ class _Loop:
             tensors |= {f"snapshot/{label}/{name}": value for name, value in weights.items()}
         for index, state in self.updater.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
+        for update, picture in self.grids.items():
+            tensors[f"grid/{update}"] = torch.frombuffer(bytearray(picture), dtype=torch.uint8)
         meta = {
             "done": self.done,
             "flat": self.flat,
@@ -223,6 +244,9 @@ class _Loop:
                 continue
             if kind == "average":
                 average[rest] = value
+                continue
+            if kind == "grid":
+                self.grids[int(rest)] = value.numpy().tobytes()
                 continue
             label, name = rest.split("/", 1)
             if kind == "snapshot":
@@ -278,6 +302,10 @@ class _Progress:
 
 def _without_nan(row: Mapping[str, float]) -> dict[str, float | None]:
     return {key: value if math.isfinite(value) else None for key, value in row.items()}
+
+
+def _grid(out: Path, update: int) -> Path:
+    return out / GRIDS / f"{update:06d}.png"
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

@@ -53,14 +53,20 @@ class Fresh:
     uncertain: Tensor
 
 
-def uncertain_tokens(final: Tensor, fraction: float) -> Tensor:
-    """Return bool [B, L]: the round(fraction * L) tokens per image whose S samples [B, S, L, C] differ most.
+def token_uncertainty(final: Tensor) -> Tensor:
+    """Return [B, n]: the std over the S samples [B, S, n, C] of a token, averaged over channels."""
+    return final.std(dim=1, unbiased=False).mean(-1)
 
-    Uncertainty is the std over the samples, averaged over channels: one value per token.
-    """
-    score = final.std(dim=1, unbiased=False).mean(-1)
+
+def most_uncertain(score: Tensor, fraction: float) -> Tensor:
+    """Return bool [B, L]: the round(fraction * L) tokens per image of the highest uncertainty [B, L]."""
     chosen = score.topk(round(fraction * score.shape[1]), dim=1).indices
     return torch.zeros_like(score, dtype=torch.bool).scatter(1, chosen, True)
+
+
+def uncertain_tokens(final: Tensor, fraction: float) -> Tensor:
+    """Return bool [B, L]: the round(fraction * L) tokens per image whose S samples [B, S, L, C] differ most."""
+    return most_uncertain(token_uncertainty(final), fraction)
 
 
 @torch.no_grad()
@@ -75,7 +81,7 @@ def draw_fresh(
     samples = objective.trajectories
     everything = torch.arange(length, device=rollout.tokens.device).expand(images, length)
     null_z = rollout.commit_null_z if objective.guidance.logprob == "guided" else None
-    trajectories = _resample(
+    trajectories = resample(
         policy, rollout, objective, "fresh", rollout.commit_z, null_z, everything, steps if commits else ()
     )
     final = trajectories.final.view(images, samples, length, channels)
@@ -147,7 +153,7 @@ def _resampled_rows(
         next_states = fresh.trajectories.next_states[:, image.repeat(samples), slots]
     else:
         null_z = step.null_z if objective.guidance.logprob == "guided" else None
-        drawn = _resample(
+        drawn = resample(
             policy, rollout, objective, f"fresh-{step.k}", step.z, null_z, step.index, steps, chosen
         )
         assert drawn.states is not None
@@ -168,7 +174,7 @@ def _resampled_rows(
     )
 
 
-def _resample(
+def resample(
     policy: Policy,
     rollout: Rollout,
     objective: Objective,
@@ -180,6 +186,8 @@ def _resample(
     chosen: Tensor | None = None,
 ) -> Trajectories:
     """Draw S trajectories for tokens `index` [B, n] under z [B, n, D], S-major; of the chosen ones if given.
+
+    The noise depends on the image's seed, `purpose`, the sample and the token alone.
 
     Returns trajectories of [B, S * n] tokens, or of [1, S * m] for m true entries of `chosen` (bool [B, n]).
     """

@@ -62,6 +62,7 @@ class Updater:
             self.trainable(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay
         )
         self.seconds: dict[str, float] = {}
+        self.validated: Tensor | None = None  # the images of the last validation
 
     @property
     def policy(self) -> Policy:
@@ -233,7 +234,10 @@ class Updater:
         }
 
     def validate(self) -> float:
-        """Return the mean reward of SDE samples of the validation prompts from fixed noise seeds."""
+        """Return the mean reward of SDE samples of the validation prompts from fixed noise seeds.
+
+        The images [N, 3, H, W] stay in `validated`: image i shows validation prompt i modulo their number.
+        """
         started = time.perf_counter()
         train = self.config.train
         count, workers = train.validation_images, self.workers
@@ -250,6 +254,7 @@ class Updater:
                 for part in chunks(range(each), train.micro_batch)
             ]
         images = workers.gather(torch.cat(drawn))[:count]  # the last process may have drawn some twice
+        self.validated = images.cpu()
         total = workers.on_main(lambda: self._scores(images, prompts, None)).total
         self.seconds["validation_s"] = time.perf_counter() - started
         return float(total[~total.isnan()].mean())

@@ -41,6 +41,27 @@ def report(params: ParamsFile = PARAMS, overrides: Overrides = None, profile: Pr
     print(paths.REPORT)
 
 
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run names, MLflow run ids, or variants (all their seeds)."),
+    ],
+    within: Annotated[
+        str | None, typer.Option(metavar="STUDY", help="Only runs of this study or sweep (name or run id).")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="PNG file of the curves.")] = Path("compare.png"),
+    params: ParamsFile = PARAMS,
+    overrides: Overrides = None,
+    profile: Profile = None,
+) -> None:
+    """Compare runs of MLflow: a table of their results, what their params differ in, and their curves."""
+    config = load(params, overrides, profile)
+    from pipeline.compare import compare as compare_runs
+
+    print(compare_runs(config, runs, within, out))
+
+
 def main() -> None:
     """Run the command line and exit."""
     sys.exit(run(app))

@@ -21,7 +21,9 @@ from margrpo.checkpoints import write_atomic
 from margrpo.config import Config
 from pipeline import paths, processes
 
-Kind = Literal["train", "evaluate", "report"]
+Kind = Literal["train", "evaluate", "report", "sweep"]
+IMAGES = "validation"
+"""Folder of a job, and key in MLflow, of the sample grids by update."""
 _CODE = ("margrpo", "pipeline", "params.yaml", "dvc.yaml")
 
 
@@ -30,9 +32,11 @@ class Job:
     """One thing to ship.
 
     Attributes:
-        study, study_hash: the parent run.
+        study, study_hash: the parent run, unless the stage runs in a sweep.
+        sweep, sweep_id: name and id of the sweep whose run is the parent; empty outside of sweeps.
         cell: hash of all that the result of a train run depends on.
         source: folder with the files to ship while the stage runs; afterwards they lie in the job's folder.
+        pictures: the same for the sample grids, `<update>.png`.
         status: FINISHED or FAILED once the stage ended; None while it runs, or if it was killed.
     """
 
@@ -47,6 +51,9 @@ class Job:
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     source: str = ""
+    pictures: str = ""
+    sweep: str = ""
+    sweep_id: str = ""
     process: dict[str, Any] = field(default_factory=dict)
     status: str | None = None
 
@@ -59,6 +66,18 @@ class Job:
         """Return where a file to ship lies now."""
         kept = self.folder / name
         return kept if self.status is not None else Path(self.source) / name
+
+    def grids(self) -> dict[int, Path]:
+        """Return the sample grids that are there by update."""
+        folder = self.folder / IMAGES if self.status is not None else Path(self.pictures or self.folder)
+        return {int(file.stem): file for file in sorted(folder.glob("*.png")) if file.stem.isdecimal()}
+
+    @property
+    def parent(self) -> tuple[str, str, str]:
+        """Return what the parent run is found by: tag and its value; and the parent's name."""
+        if self.sweep_id:
+            return "margrpo.sweep", self.sweep_id, self.sweep
+        return "margrpo.study", self.study_hash, self.study
 
 
 def queue() -> Path:
@@ -74,13 +93,24 @@ def announce(job: Job) -> Job:
     return entered
 
 
-def finish(job: Job, status: Literal["FINISHED", "FAILED"], files: Mapping[str, Path]) -> None:
-    """Copy what has to be shipped into the job's folder and mark the job as ended."""
-    job.folder.mkdir(parents=True, exist_ok=True)
+def finish(
+    job: Job,
+    status: Literal["FINISHED", "FAILED", "KILLED"],
+    files: Mapping[str, Path],
+    tags: Mapping[str, str] | None = None,
+) -> None:
+    """Copy what has to be shipped into the job's folder and mark the job as ended.
+
+    Args:
+        files: name in the job's folder -> file; those that are not there are left out.
+        tags: what is known of the run only now.
+    """
     for name, file in files.items():
+        target = job.folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         if file.is_file():
-            shutil.copyfile(file, job.folder / name)
-    _write(replace(job, status=status))
+            shutil.copyfile(file, target)
+    _write(replace(job, status=status, tags={**job.tags, **(tags or {})}))
     ensure_follower()
 
 
@@ -141,8 +171,20 @@ def make(config: Config, kind: Kind, **facts: Any) -> Job:
         study_hash=study_hash(config),
         uri=uri,
         experiment=config.tracking.experiment,
+        sweep=os.environ.get("MARGRPO_SWEEP", ""),
+        sweep_id=os.environ.get("MARGRPO_SWEEP_ID") or os.environ.get("MARGRPO_SWEEP", ""),
         **facts,
     )
+
+
+def make_sweep(config: Config, name: str, sweep_id: str) -> Job:
+    """Return the job of a whole sweep, for the process that runs its cells: their parent run.
+
+    `announce` opens the parent; `finish` closes it, with every file given as its artifact and the numbers of
+    a `metrics.json` among them as metrics. If the process dies before that, the parent is closed as KILLED.
+    """
+    tags = {"sweep": name, **origin_tags()}
+    return replace(make(config, "sweep", tags=tags), sweep=name, sweep_id=sweep_id)
 
 
 def study_hash(config: Config) -> str:
@@ -172,6 +214,7 @@ def origin_tags() -> dict[str, str]:
         "profile": os.environ.get("MARGRPO_PROFILE", ""),
         "dvc_stage": os.environ.get("DVC_STAGE", ""),
         "dvc_experiment": os.environ.get("DVC_EXP_NAME", ""),
+        "sweep": os.environ.get("MARGRPO_SWEEP", ""),
         "pid": str(process["pid"]),
         "process_started": str(process["started"]),
         "boot_id": process["boot_id"],

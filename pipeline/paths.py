@@ -10,6 +10,7 @@ PROMPTS = Path("artifacts/prompts")
 BASE = Path("artifacts/base/policy.safetensors")
 RUNS = Path("artifacts/runs")
 LOGS = Path("reports/runs")
+DIAGNOSE = Path("reports/diagnose")
 EVALUATION = Path("reports/evaluation")
 REPORT = Path("reports/report.html")
 

@@ -1,4 +1,4 @@
-"""What each DVC stage runs: `python -m pipeline.stages prompts | checkpoint | train | evaluate | report`.
+"""What each DVC stage runs: `python -m pipeline.stages prompts | checkpoint | train | diagnose | evaluate | report`.
 
 A stage reads params.yaml; the paths are those of dvc.yaml. It imports neither Prefect nor mlflow.
 """
@@ -96,7 +96,6 @@ def train(config: Config, run: str) -> None:
         trainer.single_thread()
         logs = paths.LOGS / run
         job = jobs.announce(_run_job(config, "train", run, key, logs))
-        files = {name: logs / name for name in ("metrics.csv", "timing.csv")}
         prompts = {split: read_prompts(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")}
         resume = paths.state("resume", key, "state.safetensors")
         try:
@@ -104,11 +103,33 @@ def train(config: Config, run: str) -> None:
                 _at_home(config), variant, seed, paths.BASE, prompts, paths.RUNS / run, logs, resume
             )
         except Exception:
-            jobs.finish(job, "FAILED", files)
+            jobs.finish(job, "FAILED", _curves(run))
             raise
-        jobs.finish(job, "FINISHED", files)
+        jobs.finish(job, "FINISHED", _curves(run), _checkpoint_tags(run))
         with suppress(OSError):  # not there, or a newer state in it
             resume.parent.rmdir()
+
+
+def diagnose(config: Config) -> None:
+    """Measure the gradient noise of the study's variants and the token maps of a few images at the base policy."""
+    processes.die_with_parent()
+    import torch
+
+    from margrpo import diagnose as noise
+    from margrpo import maps
+    from margrpo.checkpoints import write_atomic
+    from margrpo.prompts import read_prompts
+
+    torch.set_num_threads(1)
+    given = config.diagnose
+    prompts = {split: read_prompts(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")}
+    variants = list(dict.fromkeys(run.variant for run in config.study.runs.values()))
+    if given.gradients is None or noise.REFERENCE not in config.variants:
+        variants = []
+    table = noise.diagnose(config, variants, given.seed, paths.BASE, prompts, given.gradients or 0)
+    write_atomic(paths.DIAGNOSE / "noise.csv", table.to_csv(index=False).encode())
+    found, facts = maps.map_base(config, paths.BASE, prompts["validation"])
+    maps.save_maps(paths.DIAGNOSE / "maps.safetensors", found, facts)
 
 
 def evaluate(config: Config, run: str) -> None:
@@ -121,7 +142,7 @@ def evaluate(config: Config, run: str) -> None:
 
     torch.set_num_threads(1)
     config = inputs.for_evaluation(config)
-    out, logs = paths.EVALUATION / run, paths.LOGS / run
+    out = paths.EVALUATION / run
     if run == BASE_RUN:
         policies, key = {"last": paths.BASE}, jobs.digest(["base", _base_sha256()])
     else:
@@ -137,7 +158,7 @@ def evaluate(config: Config, run: str) -> None:
         jobs.remove(job)
         raise
     files = {name: out / name for name in ("metrics.json", "grid.png")}
-    jobs.finish(job, "FINISHED", files | {name: logs / name for name in ("metrics.csv", "timing.csv")})
+    jobs.finish(job, "FINISHED", files | _curves(run), _checkpoint_tags(run))
 
 
 def write_report(config: Config) -> None:
@@ -188,6 +209,26 @@ def _at_home(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": given.model_copy(update={"path": str(found)})})
 
 
+def _curves(run: str) -> dict[str, Path]:
+    """Return what the curves of a run are shipped from: name in the job's folder -> file."""
+    files = {name: paths.LOGS / run / name for name in ("metrics.csv", "timing.csv")}
+    grids = sorted((paths.RUNS / run / jobs.IMAGES).glob("*.png"))
+    return files | {f"{jobs.IMAGES}/{grid.name}": grid for grid in grids}
+
+
+def _checkpoint_tags(run: str) -> dict[str, str]:
+    """Return the tags that name the checkpoints of a finished run; the files themselves are not shipped."""
+    import json
+
+    file = paths.LOGS / run / "summary.json"
+    if not file.is_file():  # the base policy
+        return {}
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    tags = {"checkpoint_path": str(Path.cwd() / paths.RUNS / run / "last.safetensors")}
+    tags |= {f"checkpoint_{name}_sha256": summary[f"{name}_sha256"] for name in ("last", "best")}
+    return tags | {"checkpoint_best_update": str(summary["best_update"])}
+
+
 def _base_sha256() -> str:
     from margrpo.checkpoints import sha256
 
@@ -218,14 +259,18 @@ def _run_job(config: Config, kind: jobs.Kind, run: str, key: str, source: Path) 
         params = jobs.flatten(_cell_params(config, variant, seed))
         tags |= {"variant": variant, "seed": str(seed), "params_hash": jobs.digest(params)}
     named = {name.replace("/", "."): str(value) for name, value in params.items()}
-    folder = str(Path.cwd() / source)
-    return jobs.make(config, kind, run=run, cell=key, tags=tags, params=named, source=folder)
+    folders = {
+        "source": str(Path.cwd() / source),
+        "pictures": str(Path.cwd() / paths.RUNS / run / jobs.IMAGES),
+    }
+    return jobs.make(config, kind, run=run, cell=key, tags=tags, params=named, **folders)
 
 
 _VERBS: dict[str, Callable[..., None]] = {
     "prompts": write_prompts,
     "checkpoint": write_checkpoint,
     "train": train,
+    "diagnose": diagnose,
     "evaluate": evaluate,
     "report": write_report,
 }

@@ -1,4 +1,4 @@
-"""The follower: the one process of a project that imports mlflow and ships the jobs of `pipeline.jobs`.
+"""The follower: the one process of a project that ships the jobs of `pipeline.jobs` to MLflow.
 
 Stages start it when none runs; it ends when nothing is left to ship. Metrics carry the time stamps of
 timing.csv and MLflow drops equal points, so that sending rows again after an outage is safe.
@@ -18,21 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import jobs, processes
+from pipeline.machine import Machine
+from pipeline.store import Store, close_dead_runs, quiet
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import Metric
 
 IDLE_SECONDS = 20.0  # longer than the pause between two stages of `dvc repro`
 PATIENCE_SECONDS = 60.0  # with an unreachable server, once no stage runs any more
 POLL_SECONDS = 1.0
 _DROPPED_ERRORS = ("INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST")
-_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "GIT_PYTHON_REFRESH": "quiet",
-}
 
 
 @dataclass
@@ -44,9 +39,13 @@ class Follower:
     """
 
     home: Path
+    machine: Machine = field(default_factory=Machine)
     _clients: dict[str, Any] = field(default_factory=dict)
+    _stores: dict[tuple[str, str], Store] = field(default_factory=dict)  # uri and experiment
     _runs: dict[str, str] = field(default_factory=dict)  # job id -> MLflow run id
     _shipped: dict[str, int] = field(default_factory=dict)  # job id -> rows of metrics.csv
+    _grids: dict[str, set[int]] = field(default_factory=dict)  # MLflow run id -> updates
+    _sweeps: dict[tuple[str, str], tuple[Store, str]] = field(default_factory=dict)  # parents without own job
 
     def step(self) -> bool:
         """Ship what can be shipped now; return False if the tracking server did not take something."""
@@ -76,10 +75,13 @@ class Follower:
     def _ship(self, job: jobs.Job, before: list[jobs.Job]) -> bool:
         """Ship what there is of a job; return whether that was all."""
         killed = jobs.is_killed(job)
-        if job.kind == "train":
-            self._ship_train(job)
+        if job.kind in ("train", "sweep"):  # runs that live as long as their process
+            if job.kind == "train":
+                self._ship_train(job)
+            elif not self._ship_sweep(job, before):
+                return False
             if job.status is not None or killed:
-                self._client(job.uri).set_terminated(self._runs[job.id], job.status or "KILLED")
+                self._store(job).client.set_terminated(self._runs[job.id], job.status or "KILLED")
                 return True
             return False
         if job.status is None:
@@ -88,113 +90,114 @@ class Follower:
             if any(other.kind == "train" and other.cell == job.cell for other in before):
                 return False
             self._ship_evaluation(job)
-        else:
+        elif not job.sweep_id:  # the report of one cell says nothing about its sweep
             if any(other.study_hash == job.study_hash for other in before):
                 return False
             self._ship_report(job)
         return True
 
     def _ship_train(self, job: jobs.Job) -> None:
-        client = self._client(job.uri)
+        store = self._store(job)
         if job.id not in self._runs:
             self._runs[job.id] = self._child(job)
+        run_id = self._runs[job.id]
         points = read_points(job.file("metrics.csv"), job.file("timing.csv"))
         start = self._shipped.get(job.id, 0)
         for row in points[start:]:
-            client.log_batch(self._runs[job.id], metrics=row)
+            store.client.log_batch(run_id, metrics=row)
         self._shipped[job.id] = max(start, len(points))
+        self._ship_grids(job, run_id)
+        if job.status is not None:
+            store.tag(run_id, job.tags)
+            return
+        used = self.machine.sample(job.process)
+        if used:
+            now = time.time_ns() // 1_000_000
+            store.client.log_batch(run_id, metrics=_metrics(used, now, (now - _milliseconds(job)) // 1000))
+
+    def _ship_grids(self, job: jobs.Job, run_id: str) -> None:
+        """Add the sample grids that the run does not have."""
+        found = job.grids()
+        if found and run_id not in self._grids:
+            self._grids[run_id] = self._store(job).grids(run_id)
+        for update in sorted(found.keys() - self._grids.get(run_id, set())):
+            self._store(job).add_grid(run_id, update, found[update])
+            self._grids[run_id].add(update)
+
+    def _ship_sweep(self, job: jobs.Job, before: list[jobs.Job]) -> bool:
+        """Open the parent of a sweep; once that has ended, add its files after those of all its cells."""
+        store = self._store(job)
+        if job.id not in self._runs:
+            self._runs[job.id] = store.parent(job)
+            store.tag(self._runs[job.id], {**job.tags, "margrpo.job": job.id})
+            self._sweeps.pop((job.uri, job.sweep_id), None)
+        if job.status is None:
+            return True
+        if any(other.sweep_id == job.sweep_id for other in jobs.pending() if other.id != job.id):
+            return False
+        self._ship_files(job, self._runs[job.id], "sweep")
+        return True
 
     def _ship_evaluation(self, job: jobs.Job) -> None:
-        client = self._client(job.uri)
-        trained = self._search(job, {"margrpo.cell": job.cell})
+        store = self._store(job)
+        trained = store.find({"margrpo.cell": job.cell, **({"sweep": job.sweep} if job.sweep else {})})
         found = [run.info.run_id for run in trained if run.info.status == "FINISHED"]
         run_id = found[0] if found else self._child(job)
         if not found:  # trained elsewhere, or taken from DVC's cache
             for row in read_points(job.file("metrics.csv"), job.file("timing.csv")):
-                client.log_batch(run_id, metrics=row)
+                store.client.log_batch(run_id, metrics=row)
+            self._ship_grids(job, run_id)
+            store.tag(run_id, job.tags)
         content = json.loads(job.file("metrics.json").read_text(encoding="utf-8"))
         step = int(job.params.get("train.updates", 0))
-        client.log_batch(run_id, metrics=_metrics(jobs.flatten(content, "eval"), _milliseconds(job), step))
+        metrics = _metrics(jobs.flatten(content, "eval"), _milliseconds(job), step)
+        store.client.log_batch(run_id, metrics=metrics)
         if job.file("grid.png").is_file():
-            client.log_artifact(run_id, str(job.file("grid.png")))
-        client.set_terminated(run_id, "FINISHED")
+            store.client.log_artifact(run_id, str(job.file("grid.png")))
+        store.client.set_terminated(run_id, "FINISHED")
 
     def _ship_report(self, job: jobs.Job) -> None:
-        client, parent = self._client(job.uri), self._parent(job)
-        if job.file("metrics.json").is_file():
-            content = json.loads(job.file("metrics.json").read_text(encoding="utf-8"))
-            client.log_batch(parent, metrics=_metrics(jobs.flatten(content, "report"), _milliseconds(job), 0))
-        if job.file("report.html").is_file():
-            client.log_artifact(parent, str(job.file("report.html")))
-        client.set_terminated(parent, job.status)
+        store = self._store(job)
+        parent = store.parent(job)
+        self._ship_files(job, parent, "report")
+        store.client.set_terminated(parent, job.status)
+
+    def _ship_files(self, job: jobs.Job, run_id: str, prefix: str) -> None:
+        """Log the numbers of metrics.json below a prefix and every other file as an artifact."""
+        client = self._store(job).client
+        for file in sorted(job.folder.iterdir()):
+            if file.name == "metrics.json":
+                content = jobs.flatten(json.loads(file.read_text(encoding="utf-8")), prefix)
+                client.log_batch(run_id, metrics=_metrics(content, _milliseconds(job), 0))
+            elif file.is_file() and file.name != "job.json":
+                client.log_artifact(run_id, str(file))
 
     def _child(self, job: jobs.Job) -> str:
-        """Find or create the run of a job; its params are sent again, in case an outage cut them off."""
-        from mlflow.entities import Param
-
-        client, parent = self._client(job.uri), self._parent(job)
-        found = self._search(job, {"margrpo.job": job.id})
-        if found:
-            run_id = str(found[0].info.run_id)
-        else:
-            own = {"mlflow.parentRunId": parent, "margrpo.job": job.id, "margrpo.cell": job.cell}
-            start, experiment = _milliseconds(job), self._experiment(job)
-            created = client.create_run(experiment, start, run_name=job.run, tags={**job.tags, **own})
-            run_id = str(created.info.run_id)
-        items = [Param(key, value) for key, value in sorted(job.params.items())]
-        for index in range(0, len(items), 100):
-            client.log_batch(run_id, params=items[index : index + 100])
+        store = self._store(job)
+        run_id = store.child(job, _milliseconds(job))
+        if job.sweep_id and not any(other.kind == "sweep" for other in jobs.pending()):
+            self._sweeps[job.uri, job.sweep_id] = (store, store.parent(job))
         return run_id
 
-    def _parent(self, job: jobs.Job) -> str:
-        client = self._client(job.uri)
-        found = self._search(job, {"margrpo.study": job.study_hash})
-        if not found:
-            tags = {"margrpo.study": job.study_hash, "study": job.study}
-            run = client.create_run(self._experiment(job), run_name=job.study, tags=tags)
-            return str(run.info.run_id)
-        if found[0].info.status != "RUNNING":
-            client.update_run(found[0].info.run_id, status="RUNNING")
-        return str(found[0].info.run_id)
+    def close_sweeps(self) -> None:
+        """Close the parents of sweeps that no process of their own closes: FAILED if a cell did not finish."""
+        for store, parent in self._sweeps.values():
+            finished = all(run.info.status == "FINISHED" for run in store.children(parent))
+            store.client.set_terminated(parent, "FINISHED" if finished else "FAILED")
+        self._sweeps.clear()
 
-    def _search(self, job: jobs.Job, tags: dict[str, str]) -> list[Run]:
-        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        return list(self._client(job.uri).search_runs([self._experiment(job)], query))  # newest first
-
-    def _experiment(self, job: jobs.Job) -> str:
-        client = self._client(job.uri)
-        found = client.get_experiment_by_name(job.experiment)
-        if found is not None:
-            return str(found.experiment_id)
-        local = job.uri.startswith("sqlite:")
-        folder = (self.home / "mlartifacts").as_uri() if local else None
-        return str(client.create_experiment(job.experiment, artifact_location=folder))
-
-    def _client(self, uri: str) -> MlflowClient:
-        if uri not in self._clients:
+    def _store(self, job: jobs.Job) -> Store:
+        if job.uri not in self._clients:
             from mlflow import MlflowClient
 
-            client = MlflowClient(uri)
+            client = MlflowClient(job.uri)
             close_dead_runs(client)
-            self._clients[uri] = client
-        return self._clients[uri]
-
-
-def close_dead_runs(client: MlflowClient) -> None:
-    """Close as KILLED every run that claims to be running but whose process is gone, and all studies."""
-    kept = {job.id for job in jobs.pending()}
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    for run in client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000):
-        tags = run.data.tags
-        if tags.get("margrpo.job") in kept:
-            continue
-        if "margrpo.study" in tags:
-            client.set_terminated(run.info.run_id, "KILLED")  # its next job opens it again
-        elif "boot_id" in tags and "margrpo.job" in tags:
-            started = int(tags["process_started"])
-            process = {"pid": tags["pid"], "started": started, "boot_id": tags["boot_id"]}
-            if not processes.is_alive(process):
-                client.set_terminated(run.info.run_id, "KILLED")
+            self._clients[job.uri] = client
+        key = (job.uri, job.experiment)
+        if key not in self._stores:
+            artifacts = self.home / "mlartifacts" if job.uri.startswith("sqlite:") else None
+            self._stores[key] = Store.open(self._clients[job.uri], job.experiment, artifacts)
+        return self._stores[key]
 
 
 def read_points(metrics: Path, timing: Path) -> list[list[Metric]]:
@@ -265,6 +268,7 @@ def _follow_until_idle(follower: Follower, idle: float, patience: float) -> set[
         last_work = now if queue else last_work
         running = any(job.status is None and processes.is_alive(job.process) for job in queue)
         if not queue and now - last_work >= idle:
+            follower.close_sweeps()
             return set()
         if queue and not running and now - last_success >= patience:
             _log(f"gave up for now: {len(queue)} jobs wait for the next start")
@@ -277,8 +281,7 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
-    for _name, _value in _ENVIRONMENT.items():
-        os.environ.setdefault(_name, _value)
+    quiet()
     os.environ["MARGRPO_HOME"] = sys.argv[1]
     os.nice(5)
     follow(Path(sys.argv[1]))

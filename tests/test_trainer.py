@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def test_a_killed_run_ends_with_the_same_weights(
         run(settings, variant, base, tmp_path / "cut", state)
     assert state.is_file()
     (tmp_path / "cut" / "logs" / "metrics.csv").unlink()  # as DVC does before it runs a stage again
+    shutil.rmtree(tmp_path / "cut" / "out", ignore_errors=True)
     updates: list[int] = []
     monkeypatch.setattr(Updater, "update", lambda self, n, v: updates.append(n) or update(self, n, v))
     resumed = run(settings, variant, base, tmp_path / "cut", state)
@@ -142,6 +144,12 @@ def test_a_killed_run_ends_with_the_same_weights(
         one, other = (tmp_path / folder / "out" / f"{name}.safetensors" for folder in ("whole", "cut"))
         assert sha256(one) == sha256(other)
     assert not state.exists()
+    grids = [
+        {file.name: file.read_bytes() for file in (tmp_path / folder / "out/validation").iterdir()}
+        for folder in ("whole", "cut")
+    ]
+    assert sorted(grids[0]) == ["000002.png", "000004.png"]  # of the validations
+    assert grids[0] == grids[1]
 
 
 def test_micro_batches_do_not_change_the_gradient(base: Path) -> None:
@@ -206,7 +214,7 @@ def test_nothing_to_learn_from_stops_with_a_message(
     with pytest.raises(TrainingError, match="equal rewards and the gradient was 0 for 10 updates"):
         run(settings, "frozen_head", base, tmp_path)
     assert "100 % of the groups have equal rewards" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_non_finite_numbers_stop_and_name_the_last_good_state(

@@ -8,14 +8,26 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pandas as pd
+
 from margrpo.config import Config
 from margrpo.grids import spread
-from pipeline.report import benchmarks, figures, numbers, tables
-from pipeline.report.claims import Claim, is_significant, judge
-from pipeline.report.comparisons import Comparison, compare, compare_at_equal_cost, compare_within_runs
+from pipeline.report import benchmarks, cost, diagnosis, figures, numbers, provenance, sweeps, tables
+from pipeline.report.claims import judge
+from pipeline.report.comparisons import compare, compare_at_equal_cost, compare_within_runs
 from pipeline.report.data import BASE, Evaluated, StudyData, load, reward
-from pipeline.report.render import Document, Picture, render
-from pipeline.report.setting import describe_setting
+from pipeline.report.lead import effects_of, make_lead
+from pipeline.report.render import (
+    Block,
+    ClaimList,
+    Document,
+    Facts,
+    Gallery,
+    Picture,
+    Section,
+    Source,
+    render,
+)
 from pipeline.report.tables import Table
 
 QUESTION = (
@@ -45,7 +57,7 @@ def build(config: Config, root: Path) -> None:
 def _write(study: StudyData, root: Path, folder: Path) -> None:
     drawn = folder / "figures"
     drawn.mkdir()
-    sampler = study.sampler
+    sampler, level = study.sampler, study.config.report.level
     primary = compare(study, reward("last", sampler))
     others = {
         f"{name.upper()} reward": compare(study, reward("last", name))
@@ -56,31 +68,60 @@ def _write(study: StudyData, root: Path, folder: Path) -> None:
     others["best on validation"] = compare(study, reward("best", sampler))
     equal_cost = compare_at_equal_cost(study)
     claims = judge(study, primary, equal_cost)
-    shown = _shown(study)
     found = benchmarks.load_results(study, root)
+    noise = diagnosis.read_noise(root)
+    effects = effects_of(study, primary)
+    figures.draw_effects(effects, level, drawn / "effects.png")
+    variants = tables.variants_table(study)
+    results = Section(variants.caption, "Results", (variants, _headline(study, drawn)))
+    comparisons = Section(
+        "Comparisons",
+        "Comparisons",
+        (
+            tables.comparisons_table(study, primary, others),
+            tables.equal_cost_table(study, equal_cost),
+            tables.within_runs_table(study, compare_within_runs(study)),
+        ),
+    )
+    judged = Section(
+        "Claims",
+        "Claims",
+        (ClaimList(tuple(claims)),),
+        "The rules were fixed in code before the runs. “Open” means that these runs do not decide it.",
+    )
+    curves = Section(
+        "Training curves",
+        "Curves",
+        tuple(_curves(study, drawn)),
+        "Line: mean over seeds. Band: lowest to highest seed. The panels of a row share their axes.",
+    )
+    details = tables.details_table(study)
+    secondary = Section(details.caption, "Categories", (details,))
     document = Document(
         title=f"Report of the study {study.config.study.name}",
         question=QUESTION,
-        answers=_answers(study, primary, claims),
-        headline=_headline(study, drawn),
-        variants=tables.variants_table(study),
-        comparisons=[
-            tables.comparisons_table(study, primary, others),
-            tables.equal_cost_table(study, equal_cost),
-        ],
-        claims=claims,
-        curves=_curves(study, drawn),
-        scatter=_scatter(study, drawn),
-        samples=[_sample(run, drawn) for run in shown],
-        samples_note=(
-            "The same test prompts, taken from the categories in turn, and the same noise for every "
-            f"policy; the first seed of each variant; {sampler.upper()} samples of the last checkpoint."
+        lead=make_lead(study, effects, claims, noise),
+        effects=Picture(
+            "effects.png",
+            "Effect of every ingredient on the held-out reward with interval",
+            f"Difference of the means with its {100 * level:.3g} % t-interval over seeds (not adjusted). Filled and "
+            "colored: decided after Holm's correction; hollow: open.",
         ),
-        sample_prompts=_sample_prompts(study, shown),
-        details=tables.details_table(study),
-        within_runs=tables.within_runs_table(study, compare_within_runs(study)),
-        benchmarks=benchmarks.benchmark_tables(study, found),
-        setting=[*describe_setting(study, root), *benchmarks.failures(study)],
+        sections=(
+            results,
+            comparisons,
+            judged,
+            *_sweeps(study, drawn),
+            curves,
+            Section("Reward against diversity", "Diversity", (_scatter(study, drawn),)),
+            _noise(study, noise, drawn),
+            *_maps(root, drawn),
+            _samples(study, drawn),
+            *_benchmark_sections(study, found),
+            secondary,
+            _cost(study, drawn),
+            _provenance(study, root),
+        ),
     )
     html, markdown = render(document, drawn)
     (folder / "report.html").write_text(html, encoding="utf-8")
@@ -105,42 +146,79 @@ def _replace(folder: Path, reports: Path) -> None:
             os.replace(path, reports / path.name)
 
 
-def _answers(study: StudyData, primary: list[Comparison], claims: list[Claim]) -> list[str]:
-    """Return the findings in a few sentences."""
-    measure = reward("last", study.sampler)
-    means = {
-        variant: sum(values) / len(values)
-        for variant in study.variants
-        if (values := list(study.by_seed(variant, measure).values()))
-    }
-    answers = []
-    if means:
-        best = max(means, key=lambda variant: means[variant])
-        answers.append(
-            f"Highest mean held-out {study.sampler.upper()} reward: {best} with "
-            f"{numbers.plain(means[best])}; the base has {numbers.plain(measure(study.base))}."
-        )
-    level = study.config.report.level
-    decided = [row for row in primary if row.difference is not None and is_significant(row.adjusted, level)]
-    for row in decided:
-        assert row.difference is not None
-        better = "is better than" if row.difference.interval.mean > 0 else "is worse than"
-        answers.append(
-            f"{row.first} {better} {row.second}: {numbers.signed(row.difference.interval)} over "
-            f"{len(row.difference.seeds)} seeds ({numbers.p_statement(row.adjusted)} after Holm)."
-        )
-    compared = sum(row.difference is not None for row in primary)
-    answers.append(f"{len(decided)} of {compared} comparisons are decided at p < {1 - level:.2g} after Holm.")
-    if any(len(study.of(variant)) == 1 for variant in study.variants):
-        answers.append(
-            "Some variants have one run only: nothing can be said about how another seed would turn out."
-        )
-    counts = {
-        verdict: sum(claim.verdict == verdict for claim in claims)
-        for verdict in ("supported", "contradicted", "open")
-    }
-    answers.append("Claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".")
-    return answers
+def _sweeps(study: StudyData, drawn: Path) -> list[Section]:
+    points, level = sweeps.points_of(study), study.config.report.level
+    series = sweeps.find_series(points)
+    if not sweeps.differing_keys(points):
+        return []
+    metric = f"{study.sampler.upper()} reward"
+    blocks: list[Block] = [sweeps.series_table(series, level, metric)] if series else []
+    if sweeps.draw_series(series, level, metric, drawn / "switches.png"):
+        caption = "Small dots: seeds. Large dot and line: mean and t-interval. The panels share their axis."
+        blocks.append(Picture("switches.png", "Held-out reward over the values of single switches", caption))
+    blocks.append(sweeps.switches_table(points))
+    return [Section("Switches: what one key changes", "Switches", tuple(blocks))]
+
+
+def _noise(study: StudyData, noise: pd.DataFrame | None, drawn: Path) -> Section:
+    if noise is None:
+        note = "Not measured in this study (`diagnose.gradients` in params.yaml; `margrpo diagnose` measures it)."
+        return Section("Gradient noise at the base policy", "Gradient noise", (), note)
+    diagnosis.draw_noise(noise, drawn / "gradient_noise.png")
+    picture = Picture(
+        "gradient_noise.png",
+        "Variance of a gradient and signal-to-noise ratio, by variant",
+        "Left: how much single gradients scatter. Right: whether their mean tells more than that scatter. Less "
+        "variance alone is no merit: an estimate that forgets the reward has little of it.",
+    )
+    table = diagnosis.noise_table(noise, study.config.diagnose.gradients)
+    return Section(table.caption, "Gradient noise", (table, picture))
+
+
+def _maps(root: Path, drawn: Path) -> list[Section]:
+    found = diagnosis.read_maps(root)
+    if found is None:
+        return []
+    maps, facts = found
+    diagnosis.draw_maps(maps, facts, drawn / "token_maps.png")
+    alt = "Uncertainty and consistency of every token at each AR step of a few images"
+    picture = Picture("token_maps.png", alt, diagnosis.maps_note(facts), chart=False)
+    return [Section("What the estimator sees", "Token maps", (picture,))]
+
+
+def _samples(study: StudyData, drawn: Path) -> Section:
+    shown = _shown(study)
+    note = (
+        "The same test prompts, taken from the categories in turn, and the same noise for every policy; the first seed "
+        f"of each variant; {study.sampler.upper()} samples of the last checkpoint."
+    )
+    pictures = tuple(_sample(study, run, drawn) for run in shown)
+    return Section("Before and after", "Samples", (Gallery(pictures), _sample_prompts(study, shown)), note)
+
+
+def _benchmark_sections(study: StudyData, found: benchmarks.Results) -> list[Section]:
+    found_tables = tuple(benchmarks.benchmark_tables(study, found))
+    return [Section("Benchmarks", "Benchmarks", found_tables)] if found_tables else []
+
+
+def _cost(study: StudyData, drawn: Path) -> Section:
+    table = cost.cost_table(study)
+    blocks: list[Block] = [table]
+    if cost.draw_cost(study, drawn / "cost.png"):
+        caption = "Wall seconds of the phases, mean over runs."
+        blocks.append(Picture("cost.png", "Seconds of an update by phase and variant", caption))
+    return Section(table.caption, "Cost", tuple(blocks))
+
+
+def _provenance(study: StudyData, root: Path) -> Section:
+    facts = [
+        *provenance.describe_setting(study, root),
+        *benchmarks.failures(study),
+        *provenance.describe_provenance(study, root),
+    ]
+    params = Source("Params, all keys (params.yaml, validated)", provenance.params_text(study))
+    blocks = (Facts(tuple(facts)), provenance.checkpoints_table(study), params)
+    return Section("Setting and provenance", "Provenance", blocks)
 
 
 def _headline(study: StudyData, drawn: Path) -> Picture:
@@ -172,13 +250,15 @@ def _scatter(study: StudyData, drawn: Path) -> Picture:
 
 
 def _shown(study: StudyData) -> list[Evaluated]:
-    return [study.base, *(study.of(variant)[0] for variant in _SHOWN if variant in study.variants)]
+    chosen = [variant for variant in _SHOWN if variant in study.variants] or study.variants[: len(_SHOWN)]
+    return [study.base, *(study.of(variant)[0] for variant in chosen)]
 
 
-def _sample(run: Evaluated, drawn: Path) -> Picture:
+def _sample(study: StudyData, run: Evaluated, drawn: Path) -> Picture:
     file = f"samples_{run.name}.png"
     shutil.copyfile(run.grid, drawn / file)
-    return Picture(file, f"Sample grid of {run.name}: a row of images per test prompt", run.name)
+    caption = "base (before)" if run is study.base else f"{run.name} (after)"
+    return Picture(file, f"Sample grid of {run.name}: a row of images per test prompt", caption, chart=False)
 
 
 def _sample_prompts(study: StudyData, shown: list[Evaluated]) -> Table:

@@ -189,10 +189,10 @@ def _late_gain(run: TrainedRun) -> float:
 
 
 def _late(study: StudyData, text: str, rule: str, values: list[float]) -> Claim:
-    updates = min(run.updates() for run in study.runs)
+    updates = min((run.updates() for run in study.runs), default=0)
     if updates < LATE_UPDATES:
         return Claim(text, "paper", rule, "open", f"{updates} updates are too few to tell")
-    measured = [value for value in values if not math.isnan(value)]
+    measured = [value for value in values if math.isfinite(value)]
     if not measured:
         return Claim(text, "paper", rule, "open", "not in this study")
     interval = t_interval(measured, study.config.report.level)

@@ -151,7 +151,7 @@ def _values(study: StudyData, variant: str, measure: Measure) -> dict[int, float
     if variant != BASE:
         return study.by_seed(variant, measure)
     value = measure(study.base)
-    return {} if math.isnan(value) else {0: value}
+    return {0: value} if math.isfinite(value) else {}
 
 
 def _mean_cost(runs: list[TrainedRun], seeds: set[int], update: int | None) -> float:

@@ -97,9 +97,9 @@ class StudyData:
         return sorted((run for run in self.runs if run.variant == variant), key=lambda run: run.seed)
 
     def by_seed(self, variant: str, measure: Measure) -> dict[int, float]:
-        """Return seed -> measure; values that were not measured (NaN) are left out."""
+        """Return seed -> measure; values that were not measured or are not finite are left out."""
         values = {run.seed: measure(run) for run in self.of(variant)}
-        return {seed: value for seed, value in values.items() if not math.isnan(value)}
+        return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
 def reward(checkpoint: str, sampler: str, metric: str = "reward") -> Measure:

@@ -1,39 +1,22 @@
-"""The figures of the report: matplotlib on white, the same bytes for the same numbers."""
+"""The figures of results: rewards, effects, curves, reward against diversity."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from margrpo.metrics.statistics import t_interval
 from pipeline.report.data import StudyData, reward
+from pipeline.report.lead import Effect
+from pipeline.report.style import BASE, COLORS, MARKERS, STYLE, band, save
 
-DPI = 144
-# Okabe and Ito's palette without yellow: told apart by color-blind readers, readable on white.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_MARKERS = "osD^vPX"
-_BASE = "#767676"
-_STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "figure.facecolor": "white",
-}
 # Curves of nine variants in one panel cannot be followed: three a panel, axes shared.
 _PANELS = 3
 _SMOOTHING = 5
@@ -77,26 +60,52 @@ def draw_headline(study: StudyData, path: Path) -> None:
     """Draw the primary metric of every variant: a dot per seed, mean with t-interval, base as a line."""
     measure = reward("last", study.sampler)
     variants = study.variants
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(7.2, 1.3 + 0.36 * len(variants)), layout="constrained")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.8, 1.3 + 0.36 * len(variants)), layout="constrained")
         axes = figure.subplots()
         base = measure(study.base)
-        axes.axvline(base, color=_BASE, linestyle="--", linewidth=1)
-        axes.text(base, 1.01, "base", color=_BASE, ha="center", transform=axes.get_xaxis_transform())
+        if math.isfinite(base):
+            axes.axvline(base, color=BASE, linestyle="--", linewidth=1)
+            axes.text(base, 1.01, "base", color=BASE, ha="center", transform=axes.get_xaxis_transform())
         for row, variant in enumerate(variants):
             values = list(study.by_seed(variant, measure).values())
             if not values:
                 continue
             interval = t_interval(values, study.config.report.level)
-            axes.scatter(values, [row] * len(values), s=14, color=_COLORS[0], alpha=0.45, linewidths=0)
+            axes.scatter(values, [row] * len(values), s=14, color=COLORS[0], alpha=0.45, linewidths=0)
             if math.isfinite(interval.low):
-                axes.plot([interval.low, interval.high], [row, row], color=_COLORS[0], linewidth=1.6)
-            axes.scatter([interval.mean], [row], s=42, color=_COLORS[0], zorder=3)
+                axes.plot([interval.low, interval.high], [row, row], color=COLORS[0], linewidth=1.6)
+            axes.scatter([interval.mean], [row], s=42, color=COLORS[0], zorder=3)
         axes.set_yticks(range(len(variants)), variants)
-        axes.set_ylim(len(variants) - 0.4, -0.6)
+        axes.set_ylim(max(len(variants), 1) - 0.4, -0.6)
         axes.grid(False, axis="y")
         axes.set_xlabel(f"held-out {study.sampler.upper()} reward after the last update")
-        _save(figure, path)
+        save(figure, path)
+
+
+def draw_effects(effects: list[Effect], level: float, path: Path) -> None:
+    """Draw the declared comparisons as a forest: effect with interval, filled where it is decided after Holm."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.8, 0.9 + 0.5 * max(len(effects), 1)), layout="constrained")
+        axes = figure.subplots()
+        axes.axvline(0, color=BASE, linewidth=1)
+        across = axes.get_yaxis_transform()
+        for row, effect in enumerate(effects):
+            interval, color = effect.interval, COLORS[0] if effect.verdict == "open" else COLORS[1]
+            if math.isfinite(interval.low):
+                axes.plot([interval.low, interval.high], [row, row], color=color, linewidth=1.8)
+            face = "white" if effect.verdict == "open" else color
+            axes.scatter([interval.mean], [row], s=44, color=face, edgecolors=color, linewidths=1.6, zorder=3)
+            label = effect.name if effect.name == effect.pair else f"{effect.name} ({effect.pair})"
+            axes.text(0, row - 0.36, label, transform=across, fontsize=8, va="center")
+            weight = "normal" if effect.verdict == "open" else "bold"
+            axes.text(1, row - 0.36, effect.verdict, transform=across, ha="right", va="center", weight=weight)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.set_ylim(max(len(effects), 1) - 0.6, -0.7)
+        axes.grid(False, axis="y")
+        axes.set_xlabel(f"difference in held-out reward, {100 * level:.3g} % interval over seeds")
+        save(figure, path)
 
 
 def draw_curve(study: StudyData, name: str, path: Path) -> bool:
@@ -110,7 +119,7 @@ def draw_curve(study: StudyData, name: str, path: Path) -> bool:
     if not frames:
         return False
     groups = _groups(list(study.variants))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(
             figsize=(3.4 * len(groups) + (0.8 if len(groups) > 1 else 3.0), 2.9), layout="constrained"
         )
@@ -118,22 +127,23 @@ def draw_curve(study: StudyData, name: str, path: Path) -> bool:
         for axes, group in zip(panels, groups, strict=True):
             for index, variant in enumerate(group):
                 if variant in frames:
-                    _band(axes, frames[variant], variant, _COLORS[index % len(_COLORS)], curve.logarithmic)
-            if curve.logarithmic:
+                    band(axes, frames[variant], variant, index, curve.logarithmic)
+            if curve.logarithmic and axes.lines:
                 axes.set_yscale("log")
             axes.set_xlabel("update")
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1, fontsize=8, borderaxespad=0.2)
+            if axes.lines:
+                axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1, fontsize=8, borderaxespad=0.2)
         panels[0].set_ylabel(curve.title + (f"\n(mean of {_SMOOTHING} updates)" if curve.smoothed else ""))
-        _save(figure, path)
+        save(figure, path)
     return True
 
 
 def draw_scatter(study: StudyData, path: Path) -> None:
     """Draw reward against diversity, a point per run: a reward bought with diversity lies to the left."""
     of_reward, of_diversity = reward("last", study.sampler), reward("last", study.sampler, "diversity")
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.8, 4.4 + 0.2 * math.ceil(len(study.variants) / 3)), layout="constrained")
         axes = figure.subplots()
         for index, variant in enumerate(study.variants):
             runs = study.of(variant)
@@ -141,19 +151,19 @@ def draw_scatter(study: StudyData, path: Path) -> None:
                 [of_diversity(run) for run in runs],
                 [of_reward(run) for run in runs],
                 s=34,
-                color=_COLORS[index % len(_COLORS)],
-                marker=_MARKERS[(index + index // len(_COLORS)) % len(_MARKERS)],
+                color=COLORS[index % len(COLORS)],
+                marker=MARKERS[(index + index // len(COLORS)) % len(MARKERS)],
                 label=variant,
                 alpha=0.85,
                 linewidths=0,
             )
         axes.scatter(
-            [of_diversity(study.base)], [of_reward(study.base)], s=130, color=_BASE, marker="*", label="base"
+            [of_diversity(study.base)], [of_reward(study.base)], s=130, color=BASE, marker="*", label="base"
         )
         axes.set_xlabel("diversity: mean absolute pixel difference between images of a prompt")
         axes.set_ylabel(f"held-out {study.sampler.upper()} reward")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-        _save(figure, path)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+        save(figure, path)
 
 
 def _groups(variants: list[str]) -> list[list[str]]:
@@ -169,34 +179,10 @@ def _seeds(study: StudyData, variant: str, column: str, smoothed: bool) -> pd.Da
         for run in study.of(variant)
         if column in run.metrics
     }
-    frame = pd.DataFrame(series).dropna(how="all")
-    return frame.rolling(_SMOOTHING, min_periods=1).mean() if smoothed else frame
+    frame = pd.DataFrame(series).replace([np.inf, -np.inf], np.nan).dropna(how="all")
+    return smooth(frame) if smoothed else frame
 
 
-def _band(axes: Axes, frame: pd.DataFrame, label: str, color: str, logarithmic: bool) -> None:
-    values = frame.to_numpy()
-    if logarithmic:
-        # An exact 0 (the first update's KL) has no place on a logarithmic axis.
-        values = np.where(values > 0, values, np.nan)
-    kept = ~np.isnan(values).all(axis=1)
-    updates, values = frame.index.to_numpy()[kept], values[kept]
-    if not len(updates):
-        return
-    marker = "o" if len(updates) <= 12 else None
-    axes.plot(
-        updates,
-        np.nanmean(values, axis=1),
-        color=color,
-        linewidth=1.5,
-        label=label,
-        marker=marker,
-        markersize=3,
-    )
-    axes.fill_between(
-        updates, np.nanmin(values, axis=1), np.nanmax(values, axis=1), color=color, alpha=0.16, linewidth=0
-    )
-
-
-def _save(figure: Figure, path: Path) -> None:
-    # The default metadata name the version of matplotlib: they would change the bytes, not the picture.
-    figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
+def smooth(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean of each value and those before it, five in all."""
+    return frame.rolling(_SMOOTHING, min_periods=1).mean()

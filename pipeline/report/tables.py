@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -19,13 +19,18 @@ _CHECKPOINTS = ("last", "best", "milestone")
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its caption and the note below it; the first column holds names, the others numbers."""
+    """A table with its caption and the note below it; the first column holds names, the others numbers.
+
+    A folded one is closed in the HTML until the reader opens it.
+    """
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str
     highlights: frozenset[int] = field(default_factory=frozenset)
+    folded: bool = False
+    kind: ClassVar[str] = "table"
 
 
 def variants_table(study: StudyData) -> Table:
@@ -49,7 +54,8 @@ def variants_table(study: StudyData) -> Table:
         cells = [_cell(study, variant, measure, wide) for _, measure, wide in measures]
         rows.append((variant, str(len(study.of(variant))), *cells))
     means = [_mean(study, variant, measures[0][1]) for variant in study.variants]
-    best = max(range(len(means)), key=lambda index: means[index]) + 1
+    known = [index for index, mean in enumerate(means) if math.isfinite(mean)]
+    best = [max(known, key=lambda index: means[index]) + 1] if known else []
     return Table(
         "Variants after the last update",
         ("variant", "seeds", *(label for label, _, _ in measures)),
@@ -61,7 +67,7 @@ def variants_table(study: StudyData) -> Table:
         "before clipping, mean over updates; end-to-end variants train more parameters. Core-seconds: CPU "
         "time of training, all included. The highest mean is in bold; whether it differs is for the "
         "comparisons below.",
-        frozenset({best}),
+        frozenset(best),
     )
 
 
@@ -186,6 +192,7 @@ def within_runs_table(study: StudyData, rows: list[WithinRun]) -> Table:
         f"averaged, same noise seeds in both; {study.config.report.resamples:,} resamples), not adjusted. "
         "These intervals say how well two given checkpoints are told apart, not how another training seed "
         "would turn out.",
+        folded=True,
     )
 
 

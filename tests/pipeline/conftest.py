@@ -33,7 +33,9 @@ outs = {
     "prompts": [f"artifacts/prompts/{x}" for x in ("train.jsonl", "validation.jsonl", "test.jsonl", "manifest.json")],
     "checkpoint": ["artifacts/base/policy.safetensors", "artifacts/base/policy.json"],
     "train": [f"artifacts/runs/{run}/{x}.safetensors" for x in ("last", "best", "milestone")]
+    + [f"artifacts/runs/{run}/validation/000010.png"]
     + [f"reports/runs/{run}/{x}" for x in ("metrics.csv", "timing.csv", "summary.json")],
+    "diagnose": ["reports/diagnose/noise.csv", "reports/diagnose/maps.safetensors"],
     "evaluate": [f"reports/evaluation/{run}/{x}.csv" for x in ("prompts", "benchmarks")]
     + [f"reports/evaluation/{run}/{x}" for x in ("metrics.json", "grid.png")],
     "report": ["reports/" + x for x in ("report.html", "report.md", "results.csv", "metrics.json", "figures/a.png")],

@@ -28,15 +28,17 @@ def test_every_stage_comes_after_what_it_needs(workspace: Workspace) -> None:
     names = [stage.name for stage in stages]
     needs = {stage.name: set(stage.needs) for stage in stages}
 
-    assert len(names) == 4 + 2 * len(RUNS)
+    assert len(names) == 5 + 2 * len(RUNS)
     assert all(names.index(other) < names.index(name) for name, others in needs.items() for other in others)
     assert needs["prompts"] == set()
     assert needs["checkpoint"] == set()
     assert needs["train@grpo-0"] == {"prompts", "checkpoint"}
+    assert needs["diagnose"] == {"prompts", "checkpoint"}
     assert needs["evaluate@grpo-0"] == {"prompts", "checkpoint", "train@grpo-0"}
     assert needs["evaluate_base"] == {"prompts", "checkpoint"}
     assert needs["report"] >= {
         "evaluate_base",
+        "diagnose",
         *(f"{verb}@{run}" for run in RUNS for verb in ("train", "evaluate")),
     }
     assert all(stage.stale for stage in stages)
@@ -44,7 +46,7 @@ def test_every_stage_comes_after_what_it_needs(workspace: Workspace) -> None:
 
 def test_what_a_change_makes_stale(workspace: Workspace) -> None:
     workspace.dvc("repro", "--quiet")
-    assert len(workspace.trace()) == 4 + 2 * len(RUNS)
+    assert len(workspace.trace()) == 5 + 2 * len(RUNS)
     assert stale(workspace) == set()
     original = (workspace.folder / "params.yaml").read_bytes()
     trains = {f"train@{run}" for run in RUNS}
@@ -57,15 +59,19 @@ def test_what_a_change_makes_stale(workspace: Workspace) -> None:
         return found
 
     of_variant = {f"{verb}@mar_grpo-{seed}" for verb in ("train", "evaluate") for seed in (0, 1)}
-    assert after("variants.mar_grpo.trajectories=5") == of_variant | {"report"}
+    assert after("variants.mar_grpo.trajectories=5") == of_variant | {"diagnose", "report"}
     assert after("train.updates=60") == trains | evaluations | {"report"}
-    assert after("objective.beta=0.02") == trains | evaluations | {"report"}
+    assert after("train.images_per_prompt=4") == trains | evaluations | {"diagnose", "report"}
+    assert after("objective.beta=0.02") == trains | evaluations | {"diagnose", "report"}
     assert after("evaluation.guidance=2") == {"evaluate_base", "report"} | trains | evaluations
     assert after("evaluation.images_per_prompt=4") == {"evaluate_base", "report"} | evaluations
     assert after("report.level=0.9") == {"report"}
     assert after("tracking.experiment=other") == set()
     assert after("profiles.smoke.train.updates=7") == set()
-    assert after("pretrain.steps=7") == {"checkpoint", "evaluate_base", "report"} | trains | evaluations
+    assert (
+        after("pretrain.steps=7")
+        == {"checkpoint", "diagnose", "evaluate_base", "report"} | trains | evaluations
+    )
 
     def after_editing(file: str) -> set[str]:
         path = workspace.folder / file
@@ -78,9 +84,9 @@ def test_what_a_change_makes_stale(workspace: Workspace) -> None:
     assert after_editing("margrpo/cli.py") == set()
     assert (
         after_editing("margrpo/policies/code.py")
-        == {"checkpoint", "evaluate_base", "report"} | trains | evaluations
+        == {"checkpoint", "diagnose", "evaluate_base", "report"} | trains | evaluations
     )
-    assert after_editing("margrpo/objective.py") == trains | evaluations | {"report"}
+    assert after_editing("margrpo/objective.py") == trains | evaluations | {"diagnose", "report"}
     assert after_editing("margrpo/evaluation.py") == {"evaluate_base", "report"} | evaluations
     assert after_editing("pipeline/report/code.py") == {"report"}
 
@@ -88,7 +94,7 @@ def test_what_a_change_makes_stale(workspace: Workspace) -> None:
     assert workspace.trace() == {}
     workspace.change("variants.mar_grpo.trajectories=5")
     workspace.dvc("repro", "--quiet")
-    assert set(workspace.trace()) == of_variant | {"report"}
+    assert set(workspace.trace()) == of_variant | {"diagnose", "report"}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,7 @@ def test_what_a_change_makes_stale(workspace: Workspace) -> None:
         ("prompts", ["benchmarks.scenes", "prompts"]),
         ("checkpoint", ["base", "checkpoints", "pretrain", *POLICIES]),
         ("train", ["trainer", "prompts", *POLICIES]),
+        ("diagnose", ["diagnose", "maps", "prompts", *POLICIES]),
         ("evaluate", ["evaluation", "prompts", *POLICIES]),
         ("evaluate_base", ["evaluation", "prompts", *POLICIES]),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ import torch
 from margrpo.config import Config
 from margrpo.errors import MargrpoError
 from margrpo.grids import grid_png
+from margrpo.maps import TokenMaps, save_maps
 from margrpo.params import build_config, load_params
-from pipeline.report import build
+from pipeline.report import build, style
 from pipeline.report.claims import judge
 from pipeline.report.comparisons import compare, compare_at_equal_cost, compare_within_runs
 from pipeline.report.data import StudyData, load, reward
 
 PARAMS = Path(__file__).parents[2] / "params.yaml"
 CATEGORIES = ("single", "color", "spatial", "numeracy")
-PROMPTS = [f'prompt <{index}> & "more" | x' for index in range(8)]
+SCRIPT = "<script>alert(1)</script> $x_{ `"
+PROMPTS = [*(f'prompt <{index}> & "more" | x' for index in range(7)), SCRIPT]
 # Reward of the last checkpoint by variant; seeds add 0, .01, .02 ...
 REWARDS = {"base": 0.40, "grpo": 0.38, "frozen_head_committed": 0.45, "mar_grpo_bridged": 0.50}
 # A per-seed wobble so that paired differences have a spread.
@@ -133,11 +136,36 @@ def write_study(config: Config, root: Path) -> None:
         (folder / "summary.json").write_text(json.dumps({"run": name, "base_sha256": "ab" * 32}))
 
 
+def write_diagnosis(root: Path) -> None:
+    folder = root / "reports/diagnose"
+    folder.mkdir(parents=True)
+    rows = [("frozen_head_committed", 0.2, 4.0, 1.5, 0.1, 1.0), ("mar_grpo_bridged", 0.1, 1.0, 1.2, 0.2, 0.9)]
+    columns = ["variant", "mean_norm", "trace", "signal_to_noise", "cosine", "projection"]
+    pd.DataFrame(rows, columns=columns).to_csv(folder / "noise.csv", index=False)
+    committed = torch.tensor([[0, 1, 1, 1]])
+    known = torch.tensor([[[False] * 4], [[True, False, False, False]]])
+    uncertainty = torch.tensor([[[0.5, 1.0, 0.2, 0.1]], [[0.5, 0.9, 0.1, 0.0]]]).masked_fill(known, math.nan)
+    kept = ~known & torch.tensor([[[True] * 4], [[True, True, False, True]]])
+    chosen = torch.tensor([[False, True, False, False]])
+    images = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    found = TokenMaps(images, torch.tensor([0, 1]), committed, uncertainty, uncertainty, kept, chosen)
+    facts = {"variant": "mar_grpo", "prompts": [SCRIPT], "trajectories": 3, "uncertain_fraction": 0.3}
+    save_maps(folder / "maps.safetensors", found, facts | {"consistency": 0.0, "ar_steps": 2})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _coarse_figures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "DPI", 40)
+        yield
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("project")
     config = make_config()
     write_study(config, root)
+    write_diagnosis(root)
     build(config, root)
     return root
 
@@ -228,7 +256,17 @@ def test_outputs(project: Path) -> None:
         0.05
     )
     markdown = (reports / "report.md").read_text()
-    assert "mar\\_grpo\\_bridged is better than frozen\\_head\\_committed: +0.050" in markdown
+    answer = (
+        "After 20 updates bridged trajectories (this project) raises the held-out reward; 1 of 2 comparisons"
+    )
+    assert answer in markdown
+    assert "- Helps: bridged trajectories (this project) +0.050 \\[+0.045, +0.055\\]" in markdown
+    # Variance 1 against 4.
+    assert "mar\\_grpo\\_bridged has 0.25 times the variance of frozen\\_head\\_committed" in markdown
+    # One switch at a time: S = 4 against the control's own trajectory.
+    assert "| S (trajectories) | 4 | mar\\_grpo\\_bridged | 3 | 0.510 ± 0.030 | +0.050" in markdown
+    # Cost: 1.2 core-seconds against 1, 3 runs of 20 updates each.
+    assert re.search(r"\| mar\\_grpo\\_bridged \| 3 \| 1\.2 ± 0\.0 \| 1\.20 \|.*\| 72 \|", markdown)
     linked = re.findall(r"\(figures/([^)]+)\)", markdown)
     assert linked
     assert "Not in this study: frozen_head − base." in markdown
@@ -240,12 +278,16 @@ def test_outputs(project: Path) -> None:
 
 def test_html_is_self_contained_and_escaped(project: Path) -> None:
     html = (project / "reports/report.html").read_text()
-    assert re.findall(r"""(?:src|href)=["'](?!data:)""", html) == []
+    assert re.findall(r"""(?:src|href)=["'](?!data:|#)""", html) == []
     assert "url(" not in html
     assert "@import" not in html
     assert "<script" not in html
     assert "prompt &lt;0&gt; &amp; &#34;more&#34; | x" in html
     assert "prompt <0>" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; $x_{ `" in html
+    assert len(html) < 6_000_000
+    for anchor in re.findall(r'href="#([^"]+)"', html):
+        assert f'id="{anchor}"' in html
     assert "prefers-color-scheme: dark" in html
     # Table cells of prompts with a bar stay one cell in Markdown.
     assert 'prompt \\<0\\> & "more" \\| x' in (project / "reports/report.md").read_text()
@@ -267,9 +309,54 @@ def test_one_seed_degrades(tmp_path: Path) -> None:
     assert "+0.050 (one run)" in markdown
     assert "nan" not in markdown.lower().replace("finan", "")
     assert "**supported**" not in markdown
-    assert "Some variants have one run only" in markdown
+    assert "nothing is decided: with one seed a variant, no difference can be tested" in markdown
+    assert "Variants with one run say nothing about how another seed would turn out" in markdown
+    assert "Not measured in this study (`diagnose.gradients` in params.yaml" in markdown
     differences = json.loads((tmp_path / "reports/metrics.json").read_text())["differences"]
     assert differences["mar_grpo_bridged_minus_frozen_head_committed"] == {"mean": pytest.approx(0.05)}
+
+
+def test_many_variants_and_numbers_that_are_missing(tmp_path: Path) -> None:
+    config = make_config()
+    params = config.model_dump()
+    params["variants"] |= {f"beta{index}": {"beta": 0.001 * (index + 1)} for index in range(12)}
+    names = [f"beta{index}" for index in range(12)]
+    params["study"]["runs"] = {
+        f"{name}-{seed}": {"variant": name, "seed": seed} for name in names for seed in (0, 1)
+    }
+    params["report"]["comparisons"] = [["beta1", "beta0"], ["beta2", "beta1"]]
+    config = build_config(params)
+    REWARDS.update(dict.fromkeys(names, 0.5))
+    write_study(config, tmp_path)
+    # beta0 has no numbers at all, beta1 only one seed's; a prompt of beta2-0 has none; curves with gaps.
+    for run in ("beta0-0", "beta0-1", "beta1-1"):
+        file = tmp_path / "reports/evaluation" / run / "metrics.json"
+        file.write_text(re.sub(r'("reward[a-z_]*"): [0-9.]+', r"\1: NaN", file.read_text()))
+    prompts = tmp_path / "reports/evaluation/beta2-0/prompts.csv"
+    frame = pd.read_csv(prompts)
+    frame.loc[frame["prompt"] == PROMPTS[0], "reward"] = math.nan
+    frame.to_csv(prompts, index=False)
+    curves = tmp_path / "reports/runs/beta0-0/metrics.csv"
+    pd.read_csv(curves).assign(reward=math.nan, kl=math.inf, grad_norm=math.nan).to_csv(curves, index=False)
+    build(config, tmp_path)
+    markdown = (tmp_path / "reports/report.md").read_text()
+    assert "nan" not in markdown.lower().replace("finan", "")
+    assert "| beta0 | 2 | n/a |" in markdown
+    assert "| beta | 0.012 | beta11 | 2 | 0.505 ± 0.064 |" in markdown  # .5 and .51: t(1) * .00707 / sqrt 2
+    assert "| beta2-0 − beta1-0 | 7 |" in markdown  # without the prompt that has no reward
+    assert "NaN" not in (tmp_path / "reports/metrics.json").read_text()
+
+
+def test_base_alone(tmp_path: Path) -> None:
+    config = make_config()
+    config = config.model_copy(update={"study": config.study.model_copy(update={"runs": {}})})
+    write_study(config, tmp_path)
+    (tmp_path / "reports/runs").mkdir()
+    build(config, tmp_path)
+    markdown = (tmp_path / "reports/report.md").read_text()
+    assert "**Nothing is compared: no pair of report.comparisons has runs in this study.**" in markdown
+    assert "| base |  | 0.400 |" in markdown
+    assert "samples_base.png" in markdown
 
 
 def test_missing_runs_are_named_and_nothing_is_written(tmp_path: Path) -> None:

@@ -12,14 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
+from PIL import Image
 
 from margrpo.config import Config
 from margrpo.params import load_config
-from pipeline import jobs, processes, tracking
+from pipeline import jobs, machine, processes, tracking
+from pipeline.store import Store
 
 HEADER = "update,reward,grad_norm/head,validation/reward\n"
 CLOCK = "update,timestamp_ms,wall_s,core_s\n"
@@ -324,3 +327,156 @@ def test_stage_starts_a_follower_unless_one_runs(tmp_path: Path, monkeypatch: py
         assert free
         jobs.ensure_follower()
     assert len(started) == 1
+
+
+def png(path: Path, red: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (40, 30), (red, 0, 0)).save(path)
+    return path
+
+
+def images(client: MlflowClient, run: Run) -> list[int]:
+    files = [artifact.path for artifact in client.list_artifacts(run.info.run_id, "images")]
+    return sorted(int(file.split("+")[2]) for file in files if file.endswith(".png"))
+
+
+def test_sample_grids_are_shipped_once_by_update(home: Path, config: Config, client: MlflowClient) -> None:
+    logs, grids = home / "logs", home / "grids"
+    write_rows(logs, 2)
+    png(grids / "000002.png", 10)
+    (grids / ".000004.png.1.tmp").write_bytes(b"half a picture")
+    job = jobs.announce(jobs.replace(train_job(config, logs), pictures=str(grids)))
+    follower = tracking.Follower(home)
+    assert follower.step()
+    assert follower.step()
+    run = find(client, cell="cell")[0]
+    assert images(client, run) == [2]
+    write_rows(logs, 4)
+    png(grids / "000004.png", 20)
+    files = {name: logs / name for name in ("metrics.csv", "timing.csv")}
+    files |= {f"validation/{file.name}": file for file in sorted(grids.glob("*.png"))}
+    known = {"checkpoint_path": "/somewhere/last.safetensors", "checkpoint_last_sha256": "ab" * 32}
+    jobs.finish(job, "FINISHED", files, known)
+    shutil.rmtree(grids)  # the next attempt of the stage would
+    assert tracking.Follower(home).step()  # another follower: it asks MLflow what there is
+    run = find(client, cell="cell")[0]
+    assert images(client, run) == [2, 4]
+    assert run.data.tags["checkpoint_last_sha256"] == "ab" * 32
+    assert run.data.tags["checkpoint_path"] == "/somewhere/last.safetensors"
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["images"]  # no weights
+
+
+def test_system_metrics_of_a_running_stage(
+    home: Path, config: Config, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "INTERVAL_SECONDS", 0.0)
+    jobs.announce(train_job(config, home / "logs"))
+    follower = tracking.Follower(home)
+    assert follower.step()
+    assert "system/process_memory_megabytes" not in find(client, cell="cell")[0].data.metrics  # first look
+    sum(range(3_000_000))
+    assert follower.step()
+    found = find(client, cell="cell")[0].data.metrics
+    memory = psutil.Process().memory_info().rss / 1e6
+    assert found["system/process_memory_megabytes"] == pytest.approx(memory, rel=0.3)
+    assert found["system/process_cpu_percentage"] > 0
+    assert 0 < found["system/system_memory_usage_percentage"] < 100
+
+
+def test_process_that_is_gone_has_no_system_metrics() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    process = processes.identity(child.pid)
+    child.wait()
+    assert machine.Machine().sample(process) == {}
+
+
+def test_cells_of_a_sweep_share_a_parent_and_its_process_closes_it(
+    home: Path, config: Config, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = jobs.announce(jobs.make_sweep(config, "tau", "sweep-1"))
+    monkeypatch.setenv("MARGRPO_SWEEP", "tau")
+    monkeypatch.setenv("MARGRPO_SWEEP_ID", "sweep-1")
+    cells = []
+    for index, beta in enumerate((0.01, 0.02)):  # other studies: what the cells share is the sweep
+        monkeypatch.setenv("DVC_EXP_NAME", f"tau-grpo-0-beta={beta}")
+        changed = config.model_copy(update={"objective": config.objective.model_copy(update={"beta": beta})})
+        write_rows(home / f"logs{index}", 2)
+        cells.append(jobs.announce(train_job(changed, home / f"logs{index}", cell=f"cell{index}")))
+    assert cells[0].study_hash != cells[1].study_hash
+    follower = tracking.Follower(home)
+    assert follower.step()
+    parents = client.search_runs(["1"], "tags.`margrpo.sweep` = 'sweep-1'")
+    assert [run.info.status for run in parents] == ["RUNNING"]
+    parent = parents[0].info.run_id
+    for index, job in enumerate(cells):
+        run = find(client, cell=f"cell{index}")[0]
+        assert run.data.tags["mlflow.parentRunId"] == parent
+        assert run.data.tags["sweep"] == "tau"
+        assert run.info.run_name == f"tau-grpo-0-beta={(0.01, 0.02)[index]}"
+        jobs.finish(
+            job, "FINISHED", {name: home / f"logs{index}" / name for name in ("metrics.csv", "timing.csv")}
+        )
+    jobs.finish(jobs.announce(jobs.make(config, "report")), "FINISHED", {})  # of one cell: it closes nothing
+    assert follower.step()
+    assert client.get_run(parent).info.status == "RUNNING"
+    (home / "report.html").write_text("<html>")
+    (home / "metrics.json").write_text(json.dumps({"cells": 2}))
+    jobs.finish(sweep, "FINISHED", {name: home / name for name in ("report.html", "metrics.json")})
+    assert follower.step()
+    assert jobs.pending() == []
+    closed = client.get_run(parent)
+    assert (closed.info.status, closed.info.run_name) == ("FINISHED", "tau")
+    assert closed.data.metrics == {"sweep/cells": 2.0}
+    assert [artifact.path for artifact in client.list_artifacts(parent)] == ["report.html"]
+    assert len(client.search_runs(["1"], "tags.`margrpo.study` != ''")) == 0
+
+
+def test_sweep_whose_process_died_is_closed_as_killed(
+    home: Path, config: Config, client: MlflowClient
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    job = jobs.replace(jobs.make_sweep(config, "tau", "sweep-2"), process=processes.identity(child.pid))
+    jobs._write(job)
+    follower = tracking.Follower(home)
+    assert follower.step()
+    child.kill()
+    child.wait()
+    assert follower.step()
+    found = client.search_runs(["1"], "tags.`margrpo.sweep` = 'sweep-2'")
+    assert [run.info.status for run in found] == ["KILLED"]
+    assert jobs.pending() == []
+
+
+def test_sweep_without_a_process_of_its_own_is_closed_when_the_follower_ends(
+    home: Path, config: Config, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARGRPO_SWEEP", "alone")
+    monkeypatch.setattr(tracking, "POLL_SECONDS", 0.01)
+    for cell, status in (("good", "FINISHED"), ("bad", "FAILED")):
+        write_rows(home / cell, 2)
+        files = {name: home / cell / name for name in ("metrics.csv", "timing.csv")}
+        jobs.finish(jobs.announce(train_job(config, home / cell, cell=cell)), status, files)  # type: ignore[arg-type]
+    tracking.follow(home, idle=0.0)
+    found = client.search_runs(["1"], "tags.`margrpo.sweep` = 'alone'")
+    assert [run.info.status for run in found] == ["FAILED"]
+
+
+def test_everybody_takes_the_oldest_parent(home: Path, config: Config, client: MlflowClient) -> None:
+    """Two machines that share a server and no lock: the younger parent goes."""
+    experiment = client.create_experiment("margrpo")
+    store = Store(client, experiment)
+    job = jobs.make_sweep(config, "tau", "sweep-3")
+    tags = {"margrpo.sweep": "sweep-3"}
+    seen: list[str] = []
+    search = Store.find
+
+    def late(self: Store, wanted: dict[str, str], newest_first: bool = True) -> list[Run]:
+        if not seen:  # the other machine creates its run just after this look
+            seen.append(client.create_run(experiment, start_time=1, tags=tags).info.run_id)
+            return []
+        return search(self, wanted, newest_first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "find", late)
+        assert store.parent(job) == seen[0]
+    assert len(client.search_runs([experiment], "tags.`margrpo.sweep` = 'sweep-3'")) == 1
