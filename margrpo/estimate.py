@@ -84,6 +84,8 @@ def estimate(config: Config, variant: str, policy: Policy, processes: int, tflop
         "activations": _activations(policy, train, work, processes),
         "recorded rollouts": _recorded(config, policy, work, processes),
     }
+    if train.ema is not None:
+        memory["average (host)"] = 4.0 * learning
     rate = tflops or TFLOPS[train.device, train.precision]
     return Estimate(counted, learning, memory, work, tflop, tflop / rate / processes)
 

@@ -20,7 +20,8 @@ PROMPTS = {"train": scene_prompts("train", 12), "validation": scene_prompts("val
 
 
 def config(**settings: Any) -> Config:
-    return make_config(train={"updates": 2, "validation_every": 2, "learning_rate": 0.01, **settings})
+    sizes = {"updates": 2, "validation_every": 2, "learning_rate": 0.01}
+    return make_config(reward={"weights": {"jpeg_size": 1.0}}, train={**sizes, **settings})
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Sequence
@@ -33,10 +32,11 @@ DDPM = {
 }
 
 
-@functools.cache
 def folder(name: str = "abs", ddpm: bool = False) -> Path:
     """Return a complete checkpoint folder (made once per test session)."""
     made = Path(os.environ["MARGRPO_TEST_FOLDER"]) / f"{name}-{'ddpm' if ddpm else 'flow'}" / name
+    if made.is_dir():
+        return made
     complete_folder(GOLDEN / name, made)
     if ddpm:
         (made / "scheduler" / "scheduler_config.json").write_text(json.dumps(DDPM))
