@@ -200,7 +200,7 @@ def score_images(
                 prompts = [suite.prompts[part[row][0]] for row in rows]
                 scores = rewards.score(
                     {name: 1.0},
-                    torch.stack([pictures[row] for row in rows]),
+                    torch.stack([pictures[row] for row in rows]).to(config.evaluation.device),
                     [prompt.text for prompt in prompts],
                     [prompt.spec for prompt in prompts],
                     options_of(config, [name]),
