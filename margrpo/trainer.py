@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from margrpo import rewards
 from margrpo.checkpoints import load_state, read_header, save_policy, save_state, write_atomic
@@ -22,6 +20,7 @@ from margrpo.config import Config
 from margrpo.errors import MargrpoError, RewardError, TrainingError
 from margrpo.grids import sheet_png
 from margrpo.logs import TIMING, RowFile, metric_columns
+from margrpo.progress import Progress, say
 from margrpo.prompts import Prompt
 from margrpo.updater import Updater
 
@@ -104,7 +103,7 @@ class _Loop:
         updater, train = self.updater, self.updater.config.train
         core, wall = time.process_time(), time.perf_counter()
         name = f"{updater.variant}-{updater.seed}"
-        with _Progress(name, train.updates, self.done, progress and updater.workers.main) as bar:
+        with Progress(name, train.updates, self.done, progress and updater.workers.main) as bar:
             for update in range(self.done + 1, train.updates + 1):
                 row = self._update(update)
                 self.metrics.append(row)
@@ -154,7 +153,7 @@ class _Loop:
         """Warn about weak reward signals; stop when there has been none at all for a while."""
         if row["frac_reward_zero_std"] > 0.5:
             share = 100 * row["frac_reward_zero_std"]
-            _say(
+            say(
                 f"warning: update {row['update']}: {share:.0f} % of the groups have equal rewards (no signal)"
             )
         silent = row["frac_reward_zero_std"] == 1.0 and row["grad_norm"] == 0.0
@@ -267,37 +266,8 @@ class _Loop:
         self.unvalidated = row and {key: math.nan if value is None else value for key, value in row.items()}
         rows: dict[str, list[dict[str, float]]] = meta["rows"]
         last = self.done + (row is not None)
-        _say(f"resuming {self.updater.variant}-{self.updater.seed} after update {last}")
+        say(f"resuming {self.updater.variant}-{self.updater.seed} after update {last}")
         return rows
-
-
-class _Progress:
-    """A bar on a terminal, a line now and then elsewhere: reward, KL, gradient norm, remaining time."""
-
-    def __init__(
-        self, name: str, updates: int, done: int, enabled: bool, stream: TextIO | None = None
-    ) -> None:
-        self.name, self.updates, self.done, self.enabled = name, updates, done, enabled
-        self.stream = stream or sys.stderr
-        self.started = time.perf_counter()
-        live = enabled and self.stream.isatty()
-        self.bar = tqdm(total=updates, initial=done, desc=name, disable=not live, file=self.stream)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def show(self, update: int, row: Mapping[str, float]) -> None:
-        text = f"reward {row['reward']:.3f} kl {row['kl']:.4f} grad {row['grad_norm']:.3f}"
-        if not self.bar.disable:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update()
-        elif self.enabled and (update % max(self.updates // 10, 1) == 0 or update == self.updates):
-            each = (time.perf_counter() - self.started) / (update - self.done)
-            left = each * (self.updates - update)
-            _say(f"{self.name} {update}/{self.updates} {text} eta {left:.0f} s", self.stream)
 
 
 def _without_nan(row: Mapping[str, float]) -> dict[str, float | None]:
@@ -306,10 +276,6 @@ def _without_nan(row: Mapping[str, float]) -> dict[str, float | None]:
 
 def _grid(out: Path, update: int) -> Path:
     return out / GRIDS / f"{update:06d}.png"
-
-
-def _say(text: str, stream: TextIO | None = None) -> None:
-    print(f"margrpo: {text}", file=stream or sys.stderr, flush=True)
 
 
 def single_thread() -> None:

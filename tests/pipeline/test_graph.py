@@ -16,7 +16,7 @@ RUNS = ["mar_grpo-0", "mar_grpo-1", "grpo-0"]
 # They only carry params, which DVC compares itself, or names.
 POLICIES = ["policies.tiny", "policies.families", "policies.mar", "policies.harmon", "policies.nova"]
 ON_DEMAND = {"policies/nova/sampling.py"}  # imported when an option asks for it
-NO_RESULT = {"config.py", "params.py", "sources.py", "switches.py", "errors.py"}
+NO_RESULT = {"config.py", "params.py", "progress.py", "scoring.py", "sources.py", "switches.py", "errors.py"}
 
 
 def stale(workspace: Workspace) -> set[str]:
