@@ -5,6 +5,7 @@ Heavy imports happen inside the commands, so that `--help` and errors in params 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,7 +94,8 @@ def train(
     folder = out or Path("artifacts/manual") / f"{variant}-{seed}"
     prompts = load_splits(config.prompts)
     result = trainer.train(config, variant, seed, find_base(config), prompts, out=folder, logs=folder)
-    print(f"{folder} last.safetensors sha256 {result.last_sha256}")
+    if os.environ.get("RANK", "0") == "0":  # of several processes the first one talks
+        print(f"{folder} last.safetensors sha256 {result.last_sha256}")
 
 
 @app.command()
