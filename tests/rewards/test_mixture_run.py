@@ -173,7 +173,7 @@ def test_a_server_that_is_killed_costs_time_and_nothing_else(tmp_path, monkeypat
 
     monkeypatch.setattr(Updater, "update", interrupted)
     try:
-        assert remote(wait_s=100.0) == expected
+        assert remote(wait_s=600.0) == expected
     finally:
         servers[-1].kill()
     assert updates == [3, 4]

@@ -68,7 +68,7 @@ def test_the_state_says_what_is_found_and_what_is_missing(tmp_path, monkeypatch)
 
 
 def test_the_state_finds_weights_in_the_cache_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert state("pickscore", RewardOptions()).startswith("not here: downloads yuvalkirstain/PickScore_v1 at")
     cached = tmp_path / "models--yuvalkirstain--PickScore_v1"
     snapshot = cached / "snapshots" / "abc"
