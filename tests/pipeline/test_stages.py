@@ -136,7 +136,8 @@ def test_train_evaluate_report(project: Path) -> None:
 
     assert (project / "reports/report.html").is_file()
     assert {path.name for path in (project / "artifacts/runs/grpo-0").iterdir()} == {
-        f"{name}.safetensors" for name in ("last", "best", "milestone")
+        *(f"{name}.safetensors" for name in ("last", "best", "milestone")),
+        "validation",
     }
     assert not list((project / ".margrpo/resume").glob("*"))
     queue = jobs.pending()
