@@ -140,7 +140,7 @@ class Follower:
 
     def _ship_evaluation(self, job: jobs.Job) -> None:
         store = self._store(job)
-        trained = store.find({"margrpo.cell": job.cell, **({"sweep": job.sweep} if job.sweep else {})})
+        trained = store.find({"margrpo.cell": job.cell, "margrpo.parent": job.parent[1]})
         found = [run.info.run_id for run in trained if run.info.status == "FINISHED"]
         run_id = found[0] if found else self._child(job)
         if not found:  # trained elsewhere, or taken from DVC's cache
@@ -175,7 +175,8 @@ class Follower:
     def _child(self, job: jobs.Job) -> str:
         store = self._store(job)
         run_id = store.child(job, _milliseconds(job))
-        if job.sweep_id and not any(other.kind == "sweep" for other in jobs.pending()):
+        owned = any(other.kind == "sweep" and other.sweep_id == job.sweep_id for other in jobs.pending())
+        if job.sweep_id and not owned:
             self._sweeps[job.uri, job.sweep_id] = (store, store.parent(job))
         return run_id
 
