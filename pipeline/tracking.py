@@ -182,9 +182,14 @@ class Follower:
 
     def close_sweeps(self) -> None:
         """Close the parents of sweeps that no process of their own closes: FAILED if a cell did not finish."""
+        from mlflow.exceptions import MlflowException
+
         for store, parent in self._sweeps.values():
-            finished = all(run.info.status == "FINISHED" for run in store.children(parent))
-            store.client.set_terminated(parent, "FINISHED" if finished else "FAILED")
+            try:
+                finished = all(run.info.status == "FINISHED" for run in store.children(parent))
+                store.client.set_terminated(parent, "FINISHED" if finished else "FAILED")
+            except MlflowException as error:  # the next follower closes it as KILLED
+                _log(f"cannot close the sweep {parent}: {error}")
         self._sweeps.clear()
 
     def _store(self, job: jobs.Job) -> Store:
@@ -228,10 +233,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
 def _metrics(values: dict[str, Any], stamp: int, step: int) -> list[Metric]:
     from mlflow.entities import Metric
 
+    # MLflow refuses other characters in a key; a category may have some.
     numbers = {
-        re.sub(r"[^\w./ -]", "_", key): float(
-            value
-        )  # MLflow refuses other characters; a category may have some
+        re.sub(r"[^\w./ -]", "_", key): float(value)
         for key, value in values.items()
         if isinstance(value, int | float)
     }
