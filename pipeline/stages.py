@@ -121,7 +121,7 @@ def diagnose(config: Config) -> None:
     from margrpo.prompts import read_prompts
 
     torch.set_num_threads(1)
-    given = config.diagnose
+    config, given = _at_home(inputs.for_training(config)), config.diagnose
     prompts = {split: read_prompts(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")}
     variants = list(dict.fromkeys(run.variant for run in config.study.runs.values()))
     if given.gradients is None or noise.REFERENCE not in config.variants:
