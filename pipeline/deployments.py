@@ -25,7 +25,7 @@ RUNS_AT_ONCE = 4  # flow runs; further ones wait for these, as their cells would
 _WATCH_SECONDS = 2.0
 
 
-def deployments() -> list[RunnerDeployment]:
+async def deployments() -> list[RunnerDeployment]:
     """Return the deployments with the choices that params.yaml has now."""
     flows = {
         "ablation-sweep": ablation_sweep,
@@ -34,7 +34,9 @@ def deployments() -> list[RunnerDeployment]:
         "pretrain-tiny": pretrain_tiny,
     }
     return [
-        flow.to_deployment(name, description=flow.description, entrypoint_type=EntrypointType.MODULE_PATH)
+        await flow.ato_deployment(
+            name, description=flow.description, entrypoint_type=EntrypointType.MODULE_PATH
+        )
         for name, flow in flows.items()
     ]
 
@@ -43,7 +45,7 @@ async def serve(ready: Path) -> None:
     """Register the deployments and execute their runs until SIGTERM, which cancels those that run."""
     runner = Runner(name="margrpo", limit=RUNS_AT_ONCE, query_seconds=2.0, pause_on_shutdown=False)
     await _limit_gpus()
-    for deployment in deployments():
+    for deployment in await deployments():
         await runner.aadd_deployment(deployment)
     watching = asyncio.create_task(_follow_params(runner, ready))
     await runner.start()
@@ -62,7 +64,7 @@ async def _follow_params(runner: Runner, ready: Path) -> None:
         await asyncio.sleep(_WATCH_SECONDS)
         if _stamp(file) != seen:
             seen = _stamp(file)
-            for deployment in deployments():
+            for deployment in await deployments():
                 await runner.aadd_deployment(deployment)
 
 

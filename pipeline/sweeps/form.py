@@ -44,7 +44,10 @@ class Sweep(BaseModel):
         title="Name",
         pattern=r"^[a-z0-9][a-z0-9_-]*$",
         max_length=40,
-        description="Small letters, digits, - and _; starts the names of the experiments. The same sweep again makes only the cells that are missing.",
+        description=(
+            "Small letters, digits, - and _; starts the names of the experiments. "
+            "The same sweep again makes only the cells that are missing."
+        ),
     )
     profile: str = Field(
         PLAIN,
