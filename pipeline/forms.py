@@ -57,7 +57,7 @@ class Reproduction(Form):
     """Bring the study up to date; with a profile or changes in a scratch clone, else in the project itself."""
 
     workers: int | None = Field(
-        None, ge=1, le=1024, title="Workers", description="Stages side by side; empty = one a core."
+        None, ge=1, le=1024, title="Workers", description="Stages side by side; None = one a core."
     )
 
 

@@ -66,7 +66,7 @@ class Sweep(BaseModel):
     updates: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         None,
         title="Updates",
-        description="Training updates of a cell; empty = those of the params. A later milestone is dropped.",
+        description="Training updates of a cell; None = as in the params. A later milestone is dropped.",
     )
     grid: dict[str, Annotated[list[Any], Field(min_length=1, max_length=100)]] = Field(
         {},

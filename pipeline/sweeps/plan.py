@@ -91,6 +91,11 @@ def make_plan(sweep: Sweep, params: Path, code: str) -> Plan:
     for preset in sweep.presets:
         if preset not in known:
             raise ConfigError.of("presets", preset, f"allowed: {', '.join(known)}")
+    for key, values in sweep.grid.items():
+        if any(isinstance(value, Mapping) for value in values):
+            raise ConfigError.of(
+                f"grid.{key}", values, "allowed: numbers, texts, lists, true, false, null; no mappings"
+            )
     size = len(sweep.presets) * len(sweep.seeds)
     for values in sweep.grid.values():
         size *= len(values)

@@ -20,7 +20,9 @@ from pathlib import Path
 import yaml
 verb, run = (*sys.argv[1:], "")[:2]
 params = yaml.safe_load(open("params.yaml"))
-told = json.load(open(os.path.join(os.environ["MARGRPO_HOME"], "fake.json")))
+home = Path(os.environ["MARGRPO_HOME"])
+told = json.loads((home / "fake.json").read_text())
+label = os.environ.get("DVC_EXP_NAME", "").partition("-")[2].rpartition("-")[0]
 cell = params["study"]["runs"].get(run, {})
 switches = {**params["objective"], **params["variants"].get(cell.get("variant"), {})}
 reward = 0.3 + 0.01 * cell.get("seed", 0) + 0.02 * switches.get("trajectories", 1)
@@ -36,21 +38,25 @@ elif verb == "checkpoint":
 elif verb == "train":
     updates = params["train"]["updates"]
     print(f"margrpo: {run} of a {switches.get('trajectories')}", flush=True)
-    lines, pid = ["update,reward"], Path(os.environ["MARGRPO_HOME"], "pids", os.environ["MARGRPO_CELL"])
-    write(pid, str(os.getpid()))
+    if label in told.get("lingers", []):
+        print(f"margrpo: {run} lingers", flush=True)
+        write(home / "pids" / label, str(os.getpid()))
+        time.sleep(3600)
+    lines = ["update,reward"]
+    write(home / "pids" / label, str(os.getpid()))
     for update in range(1, updates + 1):
         time.sleep(told.get("seconds", 0) / updates)
         lines.append(f"{update},{reward + 0.001 * update}")
         write(f"reports/runs/{run}/metrics.csv", "\\n".join(lines) + "\\n")
         print(f"margrpo: {run} {update}/{updates}", flush=True)
-    if os.environ["MARGRPO_CELL"] in told.get("fails", []):
+    if label in told.get("fails", []):
         sys.exit("margrpo: error: this cell was told to fail")
     for name in ("last", "best", "milestone"):
         write(f"artifacts/runs/{run}/{name}.safetensors", f"{run} {reward}")
     write(f"reports/runs/{run}/timing.csv", "update,core_s\\n")
     write(f"reports/runs/{run}/summary.json", "{}")
-    with open(os.path.join(os.environ["MARGRPO_HOME"], "trace"), "a") as trace:
-        trace.write(f"{os.environ['MARGRPO_CELL']} {time.time() - told.get('seconds', 0)} {time.time()}\\n")
+    with open(home / "trace", "a") as trace:
+        trace.write(f"{label} {time.time() - told.get('seconds', 0)} {time.time()}\\n")
 elif verb == "evaluate":
     mine = 0.3 if run == "base" else reward
     measured = {"reward": mine}
