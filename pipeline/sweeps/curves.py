@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from pipeline import jobs, paths
 from pipeline.servers import read_state
+from pipeline.store import Store, quiet
 from pipeline.sweeps.plan import Plan
 
 FLUSH_SECONDS = 60.0  # how long the end of a sweep waits for MLflow
@@ -45,6 +46,7 @@ def find_runs(plan: Plan, names: Sequence[str]) -> tuple[str, dict[str, str]]:
 
     A cell whose run MLflow does not know is left out.
     """
+    quiet()
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
@@ -55,19 +57,15 @@ def find_runs(plan: Plan, names: Sequence[str]) -> tuple[str, dict[str, str]]:
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
         return "", {}
     try:
-        client = MlflowClient(uri)
-        experiment = client.get_experiment_by_name(plan.cells[0].config.tracking.experiment)
-        if experiment is None:
-            return "", {}
+        store = Store.open(MlflowClient(uri), plan.cells[0].config.tracking.experiment, None)
         found = {}
         for name in names:
-            query = f"tags.dvc_experiment = '{name}' and tags.seed != ''"
-            runs = client.search_runs([experiment.experiment_id], query, max_results=1)  # the newest
-            if runs:
+            runs = [run for run in store.find({"dvc_experiment": name}) if "seed" in run.data.tags]
+            if runs:  # the newest first; the base policy has no seed
                 found[name] = str(runs[0].info.run_id)
     except MlflowException:
         return "", {}
-    return str(experiment.experiment_id), found
+    return store.experiment, found
 
 
 def _waits(job: jobs.Job, names: Sequence[str]) -> bool:

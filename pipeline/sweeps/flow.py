@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ from pipeline.sweeps.slots import GPU_LIMIT, place
 from pipeline.sweeps.snapshot import Snapshot, code_digest, fetch, take
 
 _PROGRESS_SECONDS = 3.0  # between two states of a cell's progress artifact
-_ERROR = re.compile(r"(margrpo: error|ERROR|error): ")
+# What tells best why a stage failed, best first; else its last line.
+_REASONS = (re.compile("margrpo: error: "), re.compile(r"ERROR|\w*Error: "))
 
 
 def _run_name() -> str:
@@ -54,6 +55,7 @@ def ablation_sweep(sweep: Sweep) -> State[Any]:
         plan, snapshot = prepare(sweep if isinstance(sweep, Sweep) else read_form(sweep))
     except MargrpoError as error:
         return Failed(message=f"refused, nothing was started: {' '.join(str(error).split())}")
+    os.environ["MARGRPO_PREFECT_RUN"] = str(runtime.flow_run.id)  # a tag of the sweep's run in MLflow
     for note in plan.notes:
         logger.warning(note)
     done = {cell.name for cell in plan.cells if snapshot.has(cell.name)}
@@ -66,9 +68,9 @@ def ablation_sweep(sweep: Sweep) -> State[Any]:
     stages = [Stage(_stage(cell), frozenset(), cell.name not in done) for cell in plan.cells]
     children, progress = Children(), Progress(stages, plan.sweep.max_parallel)
     try:
-        with summary.tracked(plan) as sweep_id:
-            failed = _run_all(plan, snapshot, done, children, progress, sweep_id)
-            summary.publish(plan, snapshot, failed)
+        with summary.tracked(plan) as parent:
+            failed = _run_all(plan, snapshot, done, children, progress, parent.id)
+            summary.publish(plan, snapshot, failed, parent)
     finally:
         children.stop()  # also on Ctrl-C and on a cancelled flow run
         progress.close()
@@ -176,10 +178,20 @@ def _run(
     command = [sys.executable, "-m", "dvc", *cells.command(cell)]
     artifact = create_progress_artifact(0.0, key=summary.slug(cell.name), description=f"Cell {cell.label}")
     assert isinstance(artifact, UUID)
-    reason, told = "", time.monotonic()
+    tail: list[str] = []
+    cached, told = False, time.monotonic()
+
+    def lines(stream: Iterable[str]) -> Iterator[str]:
+        nonlocal cached
+        for line in stream:
+            cached = cached or bool(
+                re.match(rf"Stage 'evaluate@{re.escape(cell.run)}' (is cached|didn't)", line)
+            )
+            yield line
+
     with children.start(command, folder, environment) as process:
-        for text in worth_reading(process.stdout or ()):
-            reason = text if _ERROR.match(text) or not _ERROR.match(reason) else reason
+        for text in worth_reading(lines(process.stdout or ())):
+            tail = [*tail[-49:], text]
             progress.line(_stage(cell), text)
             logger.info(text)
             if time.monotonic() - told > _PROGRESS_SECONDS:
@@ -187,10 +199,16 @@ def _run(
                 update_progress_artifact(artifact, 100 * cells.progress(folder, cell))
         code = process.wait()
     if code == 0:
+        if cached:  # no stage has told MLflow
+            log = [sys.executable, "-m", "pipeline.stages", "log", cell.run]
+            with children.start(log, folder, {**environment, "DVC_EXP_NAME": cell.name}) as process:
+                for text in process.stdout or ():
+                    logger.warning(text.rstrip())
         update_progress_artifact(artifact, 100.0)
         return ""
     killed = f"killed by signal {-code}" if code < 0 else f"`dvc exp run` ended with code {code}"
-    return f"{killed}: {reason}" if reason else killed
+    found = [text for reason in _REASONS for text in tail if reason.match(text)] or tail[-1:]
+    return f"{killed}: {found[0]}" if found else killed
 
 
 @contextmanager

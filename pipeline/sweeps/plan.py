@@ -145,7 +145,10 @@ def _cell(
 ) -> Cell:
     run = f"{preset}-{seed}"
     # The noise and the maps of the base policy belong to a study, not to each cell.
-    own = {"study": {"runs": {run: {"variant": preset, "seed": seed}}}}
+    own = {
+        "study": {"runs": {run: {"variant": preset, "seed": seed}}},
+        "diagnose": {"gradients": None, "images": 0},
+    }
     params = overlay(base, own)
     changes = {_locate(key, preset): value for key, value in point.items()}
     changed = params
@@ -161,13 +164,8 @@ def _cell(
     return Cell(label, name, preset, seed, point, changes, kept, config)
 
 
-_APART = (
-    "study",
-    "variants",
-    "report",
-    "tracking",
-    "profiles",
-)  # of params.yaml; no cell's result depends on them
+# Sections of params.yaml that no cell's result depends on; of variants it is the cell's own.
+_APART = ("study", "variants", "report", "tracking", "profiles", "diagnose")
 
 
 def _fit(params: dict[str, Any], profiles: dict[str, Any]) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
 from pipeline import jobs
+from pipeline.report import SweptCell, build_sweep
 from pipeline.sweeps import curves
 from pipeline.sweeps.cells import Result, read_result
 from pipeline.sweeps.plan import Cell, Plan
@@ -36,19 +39,39 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+@dataclass
+class Parent:
+    """The sweep's run in MLflow: the id that its cells find it by, and what is shipped at the end."""
+
+    id: str
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "KILLED"
+    files: dict[str, Path] = field(default_factory=dict)
+
+
 @contextmanager
-def tracked(plan: Plan) -> Iterator[str]:
-    """Keep the sweep's parent run in MLflow open; yields the id that its cells find it by.
+def tracked(plan: Plan) -> Iterator[Parent]:
+    """Keep the sweep's parent run in MLflow open; the same cells again have the same parent."""
+    parent = Parent(jobs.digest([plan.sweep.name, sorted(cell.name for cell in plan.cells)]))
+    with tempfile.TemporaryDirectory() as folder:
+        parent.files = {name: Path(folder) / name for name in ("report.html", "metrics.json")}
+        job = jobs.announce(jobs.make_sweep(plan.cells[0].config, plan.sweep.name, parent.id))
+        try:
+            yield parent
+        finally:
+            jobs.finish(job, parent.status, parent.files)
 
-    The same cells again have the same parent.
-    """
-    yield jobs.digest([plan.sweep.name, sorted(cell.name for cell in plan.cells)])
 
-
-def publish(plan: Plan, snapshot: Snapshot, failed: Mapping[str, str]) -> None:
-    """Create the artifacts of a sweep that has ended: table, curves, and links to MLflow."""
+def publish(plan: Plan, snapshot: Snapshot, failed: Mapping[str, str], parent: Parent) -> None:
+    """Create what a sweep that has ended leaves: its report, table, curves, and links to MLflow."""
     experiment, found = curves.find_runs(plan, [cell.name for cell in plan.cells if cell.label not in failed])
     rows = [_row(cell, snapshot, failed.get(cell.label), found.get(cell.name, "")) for cell in plan.cells]
+    swept = [
+        SweptCell(row.cell.preset, row.cell.seed, row.cell.config, row.result.reward)
+        for row in rows
+        if row.result
+    ]
+    build_sweep(plan.sweep.name, swept, snapshot.project, parent.files["report.html"].parent)
+    parent.status = "FAILED" if failed else "FINISHED"
     runs = [row.run_id for row in rows if row.run_id]
     address = curves.ui_address(plan) if runs else ""
     link = curves.compare_link(address, experiment, runs) if address else ""

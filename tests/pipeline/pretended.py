@@ -53,10 +53,14 @@ elif verb == "train":
         sys.exit("margrpo: error: this cell was told to fail")
     for name in ("last", "best", "milestone"):
         write(f"artifacts/runs/{run}/{name}.safetensors", f"{run} {reward}")
+    write(f"artifacts/runs/{run}/validation/000001.png", "a picture")
     write(f"reports/runs/{run}/timing.csv", "update,core_s\\n")
     write(f"reports/runs/{run}/summary.json", "{}")
     with open(home / "trace", "a") as trace:
         trace.write(f"{label} {time.time() - told.get('seconds', 0)} {time.time()}\\n")
+elif verb == "diagnose":
+    write("reports/diagnose/noise.csv", "variant\\n")
+    write("reports/diagnose/maps.safetensors", "maps")
 elif verb == "evaluate":
     mine = 0.3 if run == "base" else reward
     measured = {"reward": mine}
