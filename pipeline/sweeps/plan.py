@@ -220,7 +220,9 @@ def hydra(key: str, value: Any) -> str:
 
 def _hydra_value(value: Any) -> str:
     if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        # Backslashes are literal but before a quote, of which the closing one is the last.
+        quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+        return f"'{quoted}'"
     if isinstance(value, list):
         return f"[{','.join(map(_hydra_value, value))}]"
     if isinstance(value, Mapping):

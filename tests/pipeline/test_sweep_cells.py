@@ -132,7 +132,7 @@ def test_experiment_comes_back_and_nothing_else_changes(project: Workspace, proj
         for name, content in contents(folder).items()
         if not name.startswith((".dvc/", "pids/", "trace"))
     }
-    assert after == {name: content for name, content in before.items() if not name.startswith(".dvc/cache")}
+    assert after == {name: content for name, content in before.items() if not name.startswith(".dvc/")}
     assert git(folder, "status", "--porcelain") == ""
     row = experiments(project)[cell.name]
     assert float(row["reward"]) == pytest.approx(0.3 + 0.05 + 0.08)  # as the pretended stage has it

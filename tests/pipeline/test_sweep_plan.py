@@ -76,7 +76,9 @@ def test_profile_and_changes_apply_to_all_cells() -> None:
 
 def test_profiles_stay_in_the_params_of_a_cell_only_if_they_fit() -> None:
     assert "smoke" in plan(presets=["mte"]).cells[0].params["profiles"]
-    odd = plan(presets=["mte"], changes=["sampler.denoising_steps=5"])  # fewer than train scores in a profile
+    runs = "study.runs={frozen_head-0: {variant: frozen_head, seed: 0}}"
+    alone = ["variants={frozen_head: {}}", runs, "report.comparisons=[]"]  # the profiles name other variants
+    odd = plan(presets=["frozen_head"], changes=alone)
     assert "profiles" not in odd.cells[0].params
 
 
