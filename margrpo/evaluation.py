@@ -119,24 +119,15 @@ def draw(
     policy: Policy, config: Config, texts: Sequence[str], seeds: Sequence[int], stochastic: bool
 ) -> Tensor:
     """Return an image [3, H, W] in [0, 1] per text and seed, drawn as the sections sampler and evaluation say."""
-    steps, guidance = config.sampler.ar_steps, config.evaluation
-    if not guidance.tuned:
-        tokens = generate(policy, texts, seeds, steps, guidance.guidance, stochastic).tokens
-        return policy.decode(tokens)
-    device = next(policy.parameters()).device
-    shape = (policy.tokens, policy.channels)
-    initial = torch.stack(
-        [noise.normal(seeds, "initial", k, shape) for k in range(len(policy.ar_schedule(steps)))]
-    )
-    tokens = policy.sample_tuned(
-        texts,
-        noise.orders(seeds, policy.tokens).to(device),
-        initial.to(device),
-        guidance.guidance,
-        guidance.guidance_renorm,
-        guidance.guidance_trunc,
-    )
-    return policy.decode(tokens)
+    steps, options = config.sampler.ar_steps, config.evaluation
+    if not options.tuned:
+        return policy.decode(generate(policy, texts, seeds, steps, options.guidance, stochastic).tokens)
+    device, shape = next(policy.parameters()).device, (policy.tokens, policy.channels)
+    count = len(policy.ar_schedule(steps))
+    initial = torch.stack([noise.normal(seeds, "initial", k, shape) for k in range(count)]).to(device)
+    order = noise.orders(seeds, policy.tokens).to(device)
+    scales = options.guidance, options.guidance_renorm, options.guidance_trunc
+    return policy.decode(policy.sample_tuned(texts, order, initial, *scales))
 
 
 @torch.no_grad()

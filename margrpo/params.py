@@ -55,7 +55,7 @@ def load_params(
         key, separator, text = item.partition("=")
         if not separator or not key:
             raise ConfigError.of("--set", item, "allowed: key=value with a dotted key")
-        params = _assign(params, key.split("."), _parse(text, key), key)
+        params = _assign(params, key.split("."), parse_value(text, key), key)
     return params
 
 
@@ -64,7 +64,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError.of("params", path, "allowed: an existing params file (is this the project folder?)")
     try:
-        data = _parse(path.read_text(encoding="utf-8"), str(path))
+        data = parse_value(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.of("params", path, f"allowed: a readable UTF-8 file ({error})") from error
     if not isinstance(data, dict):
@@ -202,7 +202,12 @@ def _refuse_variables(value: Any, key: str) -> None:
         raise ConfigError.of(key, value, "allowed: a literal value (variables are not expanded here)")
 
 
-def _parse(text: str, key: str) -> Any:
+def parse_value(text: str, key: str) -> Any:
+    """Return the value of a YAML text; `key` is what an error names.
+
+    Raises:
+        ConfigError: not YAML.
+    """
     try:
         return YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:

@@ -6,14 +6,8 @@ Import this module only after `pipeline.reproduce.prepare_prefect`: Prefect read
 from __future__ import annotations
 
 import concurrent.futures
-import math
-import os
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,58 +17,9 @@ from prefect.client.schemas.objects import State
 from prefect.futures import PrefectConcurrentFuture
 from prefect.states import Completed, Failed
 
-from pipeline import processes
+from pipeline.children import Children, stage_environment, worth_reading
 from pipeline.graph import Stage, read_graph
 from pipeline.progress import Progress
-
-_BAR_SECONDS = 10.0  # between two states of a progress bar that is not on a terminal
-# What DVC says around a stage's own output and nobody needs to read thirty times.
-_CHATTER = (
-    "> ",
-    "Running stage",
-    "Updating lock",
-    "Generating lock",
-    "To track the changes",
-    "To enable auto",
-    "Use `dvc push`",
-    "\tgit add",
-    "\tdvc config",
-    "Stage '",
-)
-
-
-class Children:
-    """The running `dvc` processes of this process; all of them end when the flow does."""
-
-    def __init__(self) -> None:
-        self.running: set[subprocess.Popen[str]] = set()
-        self.stopped = False
-        self.lock = threading.Lock()
-
-    @contextmanager
-    def start(
-        self, command: list[str], cwd: Path, environment: dict[str, str]
-    ) -> Iterator[subprocess.Popen[str]]:
-        """Start a process that `stop` ends with all its descendants."""
-        with self.lock:
-            if self.stopped:
-                raise RuntimeError("the flow was stopped")
-            process = processes.start_group(command, cwd, environment)
-            self.running.add(process)
-        try:
-            yield process
-        finally:
-            processes.stop_group(process)
-            with self.lock:
-                self.running.discard(process)
-
-    def stop(self) -> None:
-        """End all processes and refuse new ones."""
-        with self.lock:
-            self.stopped = True
-            running = list(self.running)
-        for process in running:
-            processes.stop_group(process)
 
 
 @task(task_run_name="{stage}", cache_policy=NO_CACHE, persist_result=False)
@@ -85,7 +30,7 @@ def run_stage(stage: str, workspace: Path, children: Children, progress: Progres
     tail: list[str] = []
     started = time.monotonic()
     with children.start(command, workspace, stage_environment(run_id)) as process:
-        for text in _worth_reading(process.stdout or ()):
+        for text in worth_reading(process.stdout or ()):
             tail = [*tail[-19:], text]
             progress.line(stage, text)
             logger.info(text)
@@ -93,27 +38,6 @@ def run_stage(stage: str, workspace: Path, children: Children, progress: Progres
     if code:
         return Failed(message=f"{stage}: `dvc repro` ended with code {code}", data="\n".join(tail))
     return Completed(message=f"{stage}: {time.monotonic() - started:.1f} s")
-
-
-def _worth_reading(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a stage without DVC's chatter and with one state of a progress bar now and then."""
-    shown = -math.inf
-    for line in lines:
-        text = line.rstrip()
-        if not text or text.startswith(_CHATTER):
-            continue
-        if "%|" in text:  # a bar of tqdm
-            if time.monotonic() - shown < _BAR_SECONDS:
-                continue
-            shown = time.monotonic()
-        yield text
-
-
-def stage_environment(run_id: str) -> dict[str, str]:
-    """Return the environment of a stage: this Python first in PATH, one thread each, a plain shell."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    extra = {"PATH": path, "SHELL": "/bin/sh", "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "1"}
-    return {**os.environ, **extra, "MARGRPO_PREFECT_RUN": run_id}
 
 
 @flow(name="reproduce")

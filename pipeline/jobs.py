@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -215,9 +216,11 @@ def origin_tags() -> dict[str, str]:
         "dvc_stage": os.environ.get("DVC_STAGE", ""),
         "dvc_experiment": os.environ.get("DVC_EXP_NAME", ""),
         "sweep": os.environ.get("MARGRPO_SWEEP", ""),
+        "sweep_cell": os.environ.get("MARGRPO_CELL", ""),
         "pid": str(process["pid"]),
         "process_started": str(process["started"]),
         "boot_id": process["boot_id"],
+        "host": platform.node(),
     }
     return {name: value for name, value in given.items() if value}
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -88,16 +88,22 @@ def try_exclusive(path: Path) -> Iterator[bool]:
 
 
 def start_group(
-    command: Sequence[str], cwd: Path, environment: dict[str, str] | None = None
+    command: Sequence[str],
+    cwd: Path,
+    environment: dict[str, str] | None = None,
+    output: IO[str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own that ends with this process; its output is one pipe."""
+    """Start a command in a process group of its own that ends with this process.
+
+    `output`: file for all that it prints; default one pipe.
+    """
     launcher = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()), *command]
     return subprocess.Popen(
         launcher,
         cwd=cwd,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if output is None else output,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from margrpo.config import Config
@@ -15,6 +16,7 @@ from pipeline import jobs, paths, processes
 from pipeline.graph import read_graph
 from pipeline.progress import duration
 from pipeline.scratch import prepare_workspace, workspace_of
+from pipeline.servers import read_state
 
 FLUSH_SECONDS = 60.0  # how long the end of a run waits for MLflow
 
@@ -26,6 +28,22 @@ def reproduce(
 
     Raises:
         MargrpoError: params are wrong, this is no project folder, or stages failed.
+    """
+    started = time.monotonic()
+    with workspace_for(project, params, overrides, profile) as (config, workspace):
+        if any(stage.stale for stage in read_graph(workspace)):  # else Prefect has nothing to do
+            _run_flow(project, workspace, workers or len(os.sched_getaffinity(0)))
+        _say_where(config, workspace, time.monotonic() - started)
+
+
+@contextmanager
+def workspace_for(
+    project: Path, params: Path, overrides: Sequence[str], profile: str | None
+) -> Iterator[tuple[Config, Path]]:
+    """Hold the lock of the workspace for these params while it is worked in; yields the params and the folder.
+
+    Raises:
+        MargrpoError: params are wrong, or this is no project folder.
     """
     config = load_config(params, overrides, profile)
     if not (project / "dvc.yaml").is_file():
@@ -47,10 +65,7 @@ def reproduce(
             )
         if jobs.pending():  # left by an outage or a killed run
             jobs.ensure_follower()
-        started = time.monotonic()
-        if any(stage.stale for stage in read_graph(workspace)):  # else Prefect has nothing to do
-            _run_flow(project, workspace, workers or len(os.sched_getaffinity(0)))
-        _say_where(config, workspace, time.monotonic() - started)
+        yield config, workspace
 
 
 def _run_flow(project: Path, workspace: Path, workers: int) -> None:
@@ -64,11 +79,18 @@ def _run_flow(project: Path, workspace: Path, workers: int) -> None:
         raise MargrpoError(f"{state.message}; after the cause is gone, the same command goes on from here")
 
 
-def prepare_prefect(project: Path) -> None:
-    """Set what Prefect reads on import, unless the user has set it: state in .margrpo, quiet, no analytics."""
+def prepare_prefect(project: Path, api: str = "") -> None:
+    """Set what Prefect reads on import, unless the user has set it: state in .margrpo, quiet, no analytics.
+
+    `api`: the server to use; default that of `margrpo serve` if it runs, else one of this process alone.
+    """
+    served = read_state(project)
+    api = api or (served.api if served is not None else "")
     defaults = {
+        **({"PREFECT_API_URL": api} if api else {}),
         "PREFECT_HOME": str(project / ".margrpo" / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",

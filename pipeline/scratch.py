@@ -39,25 +39,25 @@ def prepare_workspace(project: Path, params: Path, overrides: Sequence[str], pro
     workspace = workspace_of(project, params, overrides, profile)
     if not (workspace / ".git").is_dir():
         workspace.parent.mkdir(parents=True, exist_ok=True)
-        _git(project, "clone", "--quiet", "--shared", "--no-checkout", str(project), str(workspace))
-    commit = _git(project, "rev-parse", "HEAD").strip()
-    _git(workspace, "fetch", "--quiet", "--no-tags", str(project), commit)
-    _git(workspace, "reset", "--quiet", commit)  # moves HEAD, not the files
+        git(project, "clone", "--quiet", "--shared", "--no-checkout", str(project), str(workspace))
+    commit = git(project, "rev-parse", "HEAD").strip()
+    git(workspace, "fetch", "--quiet", "--no-tags", str(project), commit)
+    git(workspace, "reset", "--quiet", commit)  # moves HEAD, not the files
     _copy_code(project, workspace)
     with open(workspace / paths.PARAMS, "w", encoding="utf-8") as file:
         yaml = YAML()
         yaml.indent(mapping=2, sequence=4, offset=2)
         yaml.dump({key: value for key, value in content.items() if key != "profiles"}, file)
-    cache = f"[cache]\n    dir = {json.dumps(str(_cache(project)))}\n"
+    cache = f"[cache]\n    dir = {json.dumps(str(cache_folder(project)))}\n"
     (workspace / ".dvc" / "config.local").write_text(cache, encoding="utf-8")
     return workspace
 
 
 def _copy_code(project: Path, workspace: Path) -> None:
     """Make the files that git knows, or would add, the same in the workspace, but for what that owns."""
-    listed = _git(project, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    listed = git(project, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     wanted = {name for name in listed if name and not _owned(name) and (project / name).is_file()}
-    present = _git(workspace, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    present = git(workspace, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     for name in sorted({name for name in present if name and not _owned(name)} - wanted):
         (workspace / name).unlink(missing_ok=True)
     for name in sorted(wanted):
@@ -73,21 +73,30 @@ def _owned(name: str) -> bool:
     return any(name == own or name.startswith(f"{own}/") for own in _OWN)
 
 
-def _cache(project: Path) -> Path:
+def cache_folder(project: Path) -> Path:
+    """Return the folder of the DVC cache of a project."""
     from dvc.repo import Repo
 
     with Repo(str(project)) as repo:
-        return Path(repo.cache.local.path)
+        return Path(repo.cache.local_cache_dir)
 
 
-def _git(folder: Path, *arguments: str) -> str:
+def git(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    """Run git in a folder and return what it printed.
+
+    Raises:
+        MargrpoError: git failed or is not installed.
+    """
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, check=True, capture_output=True, text=True, env=environment
+        )
     except FileNotFoundError as error:
-        raise MargrpoError("git is not installed; profiles and overrides need it") from error
+        raise MargrpoError("git is not installed; sweeps, profiles and overrides need it") from error
     except subprocess.CalledProcessError as error:
         reason = " ".join(error.stderr.split())
         raise MargrpoError(
-            f"git {arguments[0]} in {folder}: {reason}; profiles and overrides need a git repository with a commit"
+            f"git {arguments[0]} in {folder}: {reason}; sweeps, profiles and overrides need a git repository "
+            "with a commit"
         ) from error
     return done.stdout

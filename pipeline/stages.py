@@ -121,7 +121,7 @@ def diagnose(config: Config) -> None:
     from margrpo.prompts import read_prompts
 
     torch.set_num_threads(1)
-    given = config.diagnose
+    config, given = _at_home(inputs.for_training(config)), config.diagnose
     prompts = {split: read_prompts(paths.PROMPTS / f"{split}.jsonl") for split in ("train", "validation")}
     variants = list(dict.fromkeys(run.variant for run in config.study.runs.values()))
     if given.gradients is None or noise.REFERENCE not in config.variants:
@@ -157,7 +157,17 @@ def evaluate(config: Config, run: str) -> None:
     except Exception:
         jobs.remove(job)
         raise
-    files = {name: out / name for name in ("metrics.json", "grid.png")}
+    _finish_evaluation(job, run)
+
+
+def log(config: Config, run: str) -> None:
+    """Ship the results of a run that DVC has taken from its cache instead of making them."""
+    key = cell_key(config, *_cell(config, run))
+    _finish_evaluation(jobs.announce(_run_job(config, "evaluate", run, key, paths.EVALUATION / run)), run)
+
+
+def _finish_evaluation(job: jobs.Job, run: str) -> None:
+    files = {name: paths.EVALUATION / run / name for name in ("metrics.json", "grid.png")}
     jobs.finish(job, "FINISHED", files | _curves(run), _checkpoint_tags(run))
 
 
@@ -272,6 +282,7 @@ _VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "diagnose": diagnose,
     "evaluate": evaluate,
+    "log": log,
     "report": write_report,
 }
 

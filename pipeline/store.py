@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class Store:
         with processes.exclusive(paths.state("locks", f"parent-{jobs.digest([tag, value])}.lock")):
             found = self.find({tag: value}, newest_first=False)
             if not found:
-                tags = {tag: value, tag.removeprefix("margrpo."): name}
+                tags = {tag: value, tag.removeprefix("margrpo."): name, "host": platform.node()}
                 made = self.client.create_run(self.experiment, run_name=name, tags=tags)
                 found = self.find({tag: value}, newest_first=False) or [made]
                 if found[0].info.run_id != made.info.run_id:
@@ -90,12 +91,12 @@ class Store:
         if found:
             run_id = str(found[0].info.run_id)
         else:
-            own = {"mlflow.parentRunId": parent, "margrpo.job": job.id, "margrpo.cell": job.cell}
-            tags = {**job.tags, **own}
-            name = (
-                job.tags.get("dvc_experiment") if job.sweep_id else None
-            )  # tells the cells of a variant apart
-            run_id = str(self.client.create_run(self.experiment, started, tags, name or job.run).info.run_id)
+            own = {"mlflow.parentRunId": parent, "margrpo.parent": job.parent[1]}
+            tags = {**job.tags, **own, "margrpo.job": job.id, "margrpo.cell": job.cell}
+            # The cells of a variant are told apart by their own names.
+            names = [job.tags.get(tag, "") for tag in ("sweep_cell", "dvc_experiment") if job.sweep_id]
+            name = next(filter(None, names), job.run)
+            run_id = str(self.client.create_run(self.experiment, started, tags, name).info.run_id)
         items = [Param(key, value) for key, value in sorted(job.params.items())]
         for index in range(0, len(items), 100):
             self.client.log_batch(run_id, params=items[index : index + 100])
@@ -134,17 +135,21 @@ class Store:
 
 
 def close_dead_runs(client: MlflowClient) -> None:
-    """Close as KILLED every run that claims to be running but whose process is gone, and all studies."""
+    """Close as KILLED every run of this machine that claims to be running but whose process is gone.
+
+    A parent without a process of its own is closed too: its next job opens it again.
+    """
     kept = {job.id for job in jobs.pending()}
+    here = platform.node()
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     for run in client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000):
         tags = run.data.tags
-        if tags.get("margrpo.job") in kept:
+        if tags.get("margrpo.job") in kept or tags.get("host", here) != here:
             continue
-        if "margrpo.study" in tags or "margrpo.sweep" in tags:
-            client.set_terminated(run.info.run_id, "KILLED")  # its next job opens it again
-        elif "boot_id" in tags and "margrpo.job" in tags:
+        dead = "margrpo.study" in tags or "margrpo.sweep" in tags
+        if "boot_id" in tags and "margrpo.job" in tags:
             started = int(tags["process_started"])
             process = {"pid": tags["pid"], "started": started, "boot_id": tags["boot_id"]}
-            if not processes.is_alive(process):
-                client.set_terminated(run.info.run_id, "KILLED")
+            dead = not processes.is_alive(process)
+        if dead:
+            client.set_terminated(run.info.run_id, "KILLED")

@@ -140,7 +140,7 @@ class Follower:
 
     def _ship_evaluation(self, job: jobs.Job) -> None:
         store = self._store(job)
-        trained = store.find({"margrpo.cell": job.cell, **({"sweep": job.sweep} if job.sweep else {})})
+        trained = store.find({"margrpo.cell": job.cell, "margrpo.parent": job.parent[1]})
         found = [run.info.run_id for run in trained if run.info.status == "FINISHED"]
         run_id = found[0] if found else self._child(job)
         if not found:  # trained elsewhere, or taken from DVC's cache
@@ -175,15 +175,21 @@ class Follower:
     def _child(self, job: jobs.Job) -> str:
         store = self._store(job)
         run_id = store.child(job, _milliseconds(job))
-        if job.sweep_id and not any(other.kind == "sweep" for other in jobs.pending()):
+        owned = any(other.kind == "sweep" and other.sweep_id == job.sweep_id for other in jobs.pending())
+        if job.sweep_id and not owned:
             self._sweeps[job.uri, job.sweep_id] = (store, store.parent(job))
         return run_id
 
     def close_sweeps(self) -> None:
         """Close the parents of sweeps that no process of their own closes: FAILED if a cell did not finish."""
+        from mlflow.exceptions import MlflowException
+
         for store, parent in self._sweeps.values():
-            finished = all(run.info.status == "FINISHED" for run in store.children(parent))
-            store.client.set_terminated(parent, "FINISHED" if finished else "FAILED")
+            try:
+                finished = all(run.info.status == "FINISHED" for run in store.children(parent))
+                store.client.set_terminated(parent, "FINISHED" if finished else "FAILED")
+            except MlflowException as error:  # the next follower closes it as KILLED
+                _log(f"cannot close the sweep {parent}: {error}")
         self._sweeps.clear()
 
     def _store(self, job: jobs.Job) -> Store:
@@ -227,10 +233,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
 def _metrics(values: dict[str, Any], stamp: int, step: int) -> list[Metric]:
     from mlflow.entities import Metric
 
+    # MLflow refuses other characters in a key; a category may have some.
     numbers = {
-        re.sub(r"[^\w./ -]", "_", key): float(
-            value
-        )  # MLflow refuses other characters; a category may have some
+        re.sub(r"[^\w./ -]", "_", key): float(value)
         for key, value in values.items()
         if isinstance(value, int | float)
     }

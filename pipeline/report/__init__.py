@@ -1,7 +1,8 @@
-"""The report of a study: `build` reads the runs under reports/ and writes the report beside them."""
+"""The reports: `build` reads the runs of a study under reports/; `build_sweep` is given the cells of a sweep."""
 
 from __future__ import annotations
 
 from pipeline.report.build import build
+from pipeline.report.sweep import SweptCell, build_sweep
 
-__all__ = ["build"]
+__all__ = ["SweptCell", "build", "build_sweep"]

@@ -20,6 +20,7 @@ from pipeline.report.style import BASE, COLORS, MARKERS, STYLE, band, save
 # Curves of nine variants in one panel cannot be followed: three a panel, axes shared.
 _PANELS = 3
 _SMOOTHING = 5
+_LABEL = 84  # characters of a comparison that fit into the figure of effects
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def draw_effects(effects: list[Effect], level: float, path: Path) -> None:
             face = "white" if effect.verdict == "open" else color
             axes.scatter([interval.mean], [row], s=44, color=face, edgecolors=color, linewidths=1.6, zorder=3)
             label = effect.name if effect.name == effect.pair else f"{effect.name} ({effect.pair})"
+            label = label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…"
             axes.text(0, row - 0.36, label, transform=across, fontsize=8, va="center")
             weight = "normal" if effect.verdict == "open" else "bold"
             axes.text(1, row - 0.36, effect.verdict, transform=across, ha="right", va="center", weight=weight)

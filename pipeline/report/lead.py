@@ -78,8 +78,10 @@ def make_lead(
     undecided = [effect for effect in effects if effect.verdict == "open"]
     if undecided:
         points.append(("Open", _open(undecided)))
-    decided = [claim for claim in claims if claim.verdict != "open" and " − base," not in claim.rule]
-    others = [claim for claim in decided if "reward on the test prompts" not in claim.rule]
+    decided = [claim for claim in claims if claim.verdict != "open"]
+    others = [
+        claim for claim in decided if "reward on the test prompts" not in claim.rule
+    ]  # those are the effects
     if others:
         texts = [f"{claim.text.lower()}: {claim.verdict} ({claim.evidence})" for claim in others]
         points.append(("Also decided", "; ".join(texts)))
@@ -103,14 +105,11 @@ def _answer(study: StudyData, effects: list[Effect]) -> str:
             f"After {updates} updates no ingredient is shown to change the held-out reward: none of "
             f"{len(effects)} comparisons is decided after Holm's correction."
         )
-    parts = []
-    if helps:
-        parts.append(f"{_names(helps)} {'raises' if len(helps) == 1 else 'raise'} the held-out reward")
-    if hurts:
-        parts.append(f"{_names(hurts)} {'lowers' if len(hurts) == 1 else 'lower'} it")
-    text = " and ".join(parts)
+    parts = [f"raised by {_names(helps)}"] if helps else []
+    parts += [f"lowered by {_names(hurts)}"] if hurts else []
     left = len(effects) - len(helps) - len(hurts)
-    return f"After {updates} updates {text}; {left} of {len(effects)} comparisons stay open."
+    rest = f"{left} of {len(effects)} comparisons stay open" if left else "no comparison stays open"
+    return f"After {updates} updates the held-out reward is {' and '.join(parts)}; {rest}."
 
 
 def _names(effects: list[Effect]) -> str:

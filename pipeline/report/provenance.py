@@ -73,12 +73,11 @@ def describe_setting(study: StudyData, root: Path) -> list[tuple[str, str]]:
 def describe_provenance(study: StudyData, root: Path) -> list[tuple[str, str]]:
     """Return label and text of every line that says which code, params, data and machine made the report."""
     return [
-        ("Code", _commit(root)),
+        *describe_machine(root)[:1],
         ("Params", f"sha256 {params_sha256(study)} of the validated content, which is below"),
         ("dvc.lock", _lock(root)),
         ("Data", _data(root)),
-        ("Software", f"Python {platform.python_version()}, {', '.join(_versions())}"),
-        ("Machine of this report", f"{_cpu()}, {os.cpu_count()} cores, {_memory()}, {platform.platform()}"),
+        *describe_machine(root)[1:],
         (
             "Again",
             "`git checkout` of that commit and `make repro`: the same numbers on the same kind of machine; another CPU "
@@ -87,9 +86,18 @@ def describe_provenance(study: StudyData, root: Path) -> list[tuple[str, str]]:
     ]
 
 
+def describe_machine(root: Path) -> list[tuple[str, str]]:
+    """Return the lines on code, software and machine."""
+    return [
+        ("Code", _commit(root)),
+        ("Software", f"Python {platform.python_version()}, {', '.join(_versions())}"),
+        ("Machine of this report", f"{_cpu()}, {os.cpu_count()} cores, {_memory()}, {platform.platform()}"),
+    ]
+
+
 def params_text(study: StudyData) -> str:
-    """Return the validated params as JSON, profiles left out."""
-    content = study.config.model_dump(exclude={"profiles"})
+    """Return the validated params as JSON; profiles and tracking are left out: they change no number."""
+    content = study.config.model_dump(exclude={"profiles", "tracking"})
     return json.dumps(content, indent=1, sort_keys=True)
 
 

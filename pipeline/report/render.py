@@ -92,7 +92,7 @@ class Document:
     title: str
     question: str
     lead: Lead
-    effects: Picture
+    effects: Picture | None
     sections: tuple[Section, ...]
 
 

@@ -89,11 +89,11 @@ def find_series(points: Sequence[Point]) -> list[Series]:
             groups.setdefault(_others(point, keys, key), []).append(point)
         if key == "trajectories":
             single = [point for point in points if point.values.get(key) == 1]
+            rest = [other for other in keys if other not in (*_OF_TRAJECTORIES, key)]
             for members in groups.values():
-                if members[0].values.get(key) != 1:
-                    rest = [other for other in keys if other not in (*_OF_TRAJECTORIES, key)]
-                    same = [p for p in single if _others(p, rest, key) == _others(members[0], rest, key)]
-                    members.extend(same)
+                if all(point.values.get(key) != 1 for point in members):
+                    own = _others(members[0], rest, key)
+                    members.extend(point for point in single if _others(point, rest, key) == own)
         for members in groups.values():
             if len({_text(point.values.get(key)) for point in members}) > 1:
                 found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,17 @@ def test_mistakes_are_one_line(
     assert len(error) == 1
     assert message in error[0]
     assert list(in_folder.glob("*.png")) == []
+
+
+def test_documented_filters_are_mlflow_s(store: Store, project_root: Path) -> None:
+    text = (project_root / "docs/tracking.md").read_text()
+    lines = [line for line in text.splitlines() if re.match(r"(tags|params|metrics)\.", line)]
+    filters = [re.split(r" {2,}", line)[0] for line in lines]
+    found = {query: len(store.client.search_runs([store.experiment], query)) for query in filters}
+    assert len(found) == 7
+    assert found["params.`objective.trajectories` = '3'"] == 4
+    assert found["metrics.`eval/last/sde/reward` > 0.35"] == 4
+    assert found["tags.seed = '0' AND tags.variant != 'base' AND attributes.status = 'FINISHED'"] == 3
 
 
 def test_no_store(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,20 +256,18 @@ def test_outputs(project: Path) -> None:
         0.05
     )
     markdown = (reports / "report.md").read_text()
-    answer = (
-        "After 20 updates bridged trajectories (this project) raises the held-out reward; 1 of 2 comparisons"
-    )
+    answer = "**After 20 updates the held-out reward is raised by bridged trajectories (this project); 1 of 2"
     assert answer in markdown
     assert "- Helps: bridged trajectories (this project) +0.050 \\[+0.045, +0.055\\]" in markdown
     # Variance 1 against 4.
     assert "mar\\_grpo\\_bridged has 0.25 times the variance of frozen\\_head\\_committed" in markdown
     # One switch at a time: S = 4 against the control's own trajectory.
-    assert "| S (trajectories) | 4 | mar\\_grpo\\_bridged | 3 | 0.510 ± 0.030 | +0.050" in markdown
+    assert "| S (trajectories) | 4 | mar\\_grpo\\_bridged | 3 | 0.510 ± 0.023 | +0.050" in markdown
     # Cost: 1.2 core-seconds against 1, 3 runs of 20 updates each.
     assert re.search(r"\| mar\\_grpo\\_bridged \| 3 \| 1\.2 ± 0\.0 \| 1\.20 \|.*\| 72 \|", markdown)
     linked = re.findall(r"\(figures/([^)]+)\)", markdown)
     assert linked
-    assert "Not in this study: frozen_head − base." in markdown
+    assert "Not in this study: frozen\\_head − base." in markdown
     assert sorted(set(linked)) == sorted(path.name for path in (reports / "figures").iterdir())
     # Mean over seeds .46 with half width t(2) * .01 / sqrt 3 = .025.
     assert "0.460 ± 0.025" in markdown
@@ -284,7 +282,7 @@ def test_html_is_self_contained_and_escaped(project: Path) -> None:
     assert "<script" not in html
     assert "prompt &lt;0&gt; &amp; &#34;more&#34; | x" in html
     assert "prompt <0>" not in html
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; $x_{ `" in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; $x_<wbr>{ `" in html
     assert len(html) < 6_000_000
     for anchor in re.findall(r'href="#([^"]+)"', html):
         assert f'id="{anchor}"' in html
@@ -307,7 +305,7 @@ def test_one_seed_degrades(tmp_path: Path) -> None:
     build(config, tmp_path)
     markdown = (tmp_path / "reports/report.md").read_text()
     assert "+0.050 (one run)" in markdown
-    assert "nan" not in markdown.lower().replace("finan", "")
+    assert re.search(r"\bnan\b", markdown.lower()) is None
     assert "**supported**" not in markdown
     assert "nothing is decided: with one seed a variant, no difference can be tested" in markdown
     assert "Variants with one run say nothing about how another seed would turn out" in markdown
@@ -340,7 +338,7 @@ def test_many_variants_and_numbers_that_are_missing(tmp_path: Path) -> None:
     pd.read_csv(curves).assign(reward=math.nan, kl=math.inf, grad_norm=math.nan).to_csv(curves, index=False)
     build(config, tmp_path)
     markdown = (tmp_path / "reports/report.md").read_text()
-    assert "nan" not in markdown.lower().replace("finan", "")
+    assert re.search(r"\bnan\b", markdown.lower()) is None
     assert "| beta0 | 2 | n/a |" in markdown
     assert "| beta | 0.012 | beta11 | 2 | 0.505 ± 0.064 |" in markdown  # .5 and .51: t(1) * .00707 / sqrt 2
     assert "| beta2-0 − beta1-0 | 7 |" in markdown  # without the prompt that has no reward

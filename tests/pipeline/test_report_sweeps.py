@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from margrpo.params import load_config
+from pipeline.report import SweptCell, build_sweep
 from pipeline.report.sweeps import (
     Point,
     differing_keys,
@@ -56,3 +58,30 @@ def test_any_key_that_differs_is_a_switch() -> None:
 def test_nothing_to_draw(tmp_path: Path) -> None:
     assert not draw_series(find_series(presets()), 0.95, "reward", tmp_path / "a.png")  # no rewards
     assert list(tmp_path.iterdir()) == []
+
+
+def test_report_of_a_sweep(tmp_path: Path) -> None:
+    """Two presets at two learning rates, two seeds: the rate is a key, the presets are told apart by theirs."""
+    cells = []
+    for rate in (1e-4, 2e-4):
+        config = load_config(PARAMS, [f"train.learning_rate={rate}"])
+        for variant, start in (("frozen_head", 0.3), ("mte", 0.4)):
+            for seed in (0, 1):
+                cells.append(SweptCell(variant, seed, config, start + 100 * rate + 0.02 * seed))
+    build_sweep("rates", cells, tmp_path, tmp_path / "out")
+    markdown = (tmp_path / "out/report.md").read_text()
+    # .4 + .02 and .44: mean .43, half width t(1) * .01414 / sqrt 2 = .127.
+    assert "**Highest mean SDE reward: mte learning\\_rate=0.0002 with 0.430 ± 0.127.**" in markdown
+    assert (
+        "| train.learning\\_rate | 0.0002 | mte learning\\_rate=0.0002 | 2 | 0.430 ± 0.127 | +0.010"
+        in markdown
+    )
+    assert "| S (trajectories) | 3 | mte learning\\_rate=0.0001 | 2 | 0.420 ± 0.127 | +0.100" in markdown
+    html = (tmp_path / "out/report.html").read_text()
+    assert "data:image/png;base64," in html
+    assert (
+        json.loads((tmp_path / "out/metrics.json").read_text())["reward"]["frozen_head learning_rate=0.0001"]
+        == 0.32
+    )
+    build_sweep("none", [], tmp_path, tmp_path / "none")
+    assert "No cell has finished." in (tmp_path / "none/report.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from margrpo.benchmarks import suite
 from margrpo.benchmarks.scenes import load_split
 from margrpo.checkpoints import SHIPPED, sha256
 from margrpo.errors import ConfigError
+from margrpo.maps import load_maps
 from margrpo.params import load_config, load_params
 from margrpo.prompts import read_prompts
 from pipeline import inputs, jobs, paths, stages
@@ -132,12 +134,20 @@ def test_train_evaluate_report(project: Path) -> None:
         assert stages.main(["train", run]) == 0
         assert stages.main(["evaluate", run]) == 0
     assert stages.main(["evaluate", "base"]) == 0
+    assert stages.main(["diagnose"]) == 0
     assert stages.main(["report"]) == 0
 
     assert (project / "reports/report.html").is_file()
     assert {path.name for path in (project / "artifacts/runs/grpo-0").iterdir()} == {
-        f"{name}.safetensors" for name in ("last", "best", "milestone")
+        *(f"{name}.safetensors" for name in ("last", "best", "milestone")),
+        "validation",
     }
+    with open(paths.DIAGNOSE / "noise.csv", newline="") as file:
+        assert [row["variant"] for row in csv.DictReader(file)] == [run.removesuffix("-0") for run in runs]
+    maps, facts = load_maps(paths.DIAGNOSE / "maps.safetensors")
+    assert maps is not None
+    assert (facts["variant"], len(facts["prompts"])) == ("mar_grpo", 4)
+    assert "figures/token_maps.png" in (project / "reports/report.md").read_text()
     assert not list((project / ".margrpo/resume").glob("*"))
     queue = jobs.pending()
     assert [(job.kind, job.run, job.status) for job in queue] == [
@@ -152,6 +162,12 @@ def test_train_evaluate_report(project: Path) -> None:
     assert train.params["train.updates"] == "3"
     assert train.tags["base_sha256"] == sha256(SHIPPED)
     assert train.file("metrics.csv").read_bytes() == (paths.LOGS / "grpo-0/metrics.csv").read_bytes()
+    for job in (train, evaluate):
+        assert job.tags["checkpoint_path"] == str(project / "artifacts/runs/grpo-0/last.safetensors")
+        assert job.tags["checkpoint_last_sha256"] == sha256(paths.RUNS / "grpo-0/last.safetensors")
+        assert list(job.grids()) == [3]  # the one validation: every third update
+        grid = paths.RUNS / "grpo-0/validation/000003.png"
+        assert job.grids()[3].read_bytes() == grid.read_bytes()
     keys = {frozenset(job.params) for job in queue if job.kind == "train"}
     assert len(keys) == 1  # all variants have the same keys
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -208,6 +209,10 @@ def test_next_start_closes_runs_of_dead_processes(home: Path, config: Config, cl
     assert find(client, study=job.study_hash)[0].info.status == "KILLED"
 
     client.set_tag(run.info.run_id, "boot_id", "an earlier boot")
+    client.set_tag(run.info.run_id, "host", "another machine")
+    tracking.close_dead_runs(client)
+    assert client.get_run(run.info.run_id).info.status == "RUNNING"  # that machine knows
+    client.set_tag(run.info.run_id, "host", platform.node())
     tracking.close_dead_runs(client)
     assert client.get_run(run.info.run_id).info.status == "KILLED"
 
@@ -452,6 +457,7 @@ def test_sweep_without_a_process_of_its_own_is_closed_when_the_follower_ends(
 ) -> None:
     monkeypatch.setenv("MARGRPO_SWEEP", "alone")
     monkeypatch.setattr(tracking, "POLL_SECONDS", 0.01)
+    monkeypatch.setenv("MARGRPO_CELL", "grpo-0-eta=0.5")
     for cell, status in (("good", "FINISHED"), ("bad", "FAILED")):
         write_rows(home / cell, 2)
         files = {name: home / cell / name for name in ("metrics.csv", "timing.csv")}
@@ -459,6 +465,7 @@ def test_sweep_without_a_process_of_its_own_is_closed_when_the_follower_ends(
     tracking.follow(home, idle=0.0)
     found = client.search_runs(["1"], "tags.`margrpo.sweep` = 'alone'")
     assert [run.info.status for run in found] == ["FAILED"]
+    assert find(client, cell="good")[0].info.run_name == "grpo-0-eta=0.5"
 
 
 def test_everybody_takes_the_oldest_parent(home: Path, config: Config, client: MlflowClient) -> None:

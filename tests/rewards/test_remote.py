@@ -83,26 +83,24 @@ def test_a_slow_server_is_a_time_out_and_no_score(url):
 
 def test_a_full_queue_answers_503_and_the_client_waits_for_its_turn(url):
     score(url)  # what others left in the queue is done
-    slow, quick = (wire.encode(IMAGES[:1], [""], [{"sleep": seconds}]) for seconds in (3.0, 0.0))
+    body = wire.encode(IMAGES[:1], [""], [{"sleep": 4.0}])
     answers: list[httpx.Response] = []
-    threads = [threading.Thread(target=lambda: answers.append(post(url, slow))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: answers.append(post(url, body))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while (refused := post(url, quick)).status_code == 200 and len(answers) < 2:
-        pass  # until both have arrived
-    waited = score(url)  # refused at first as well
+    waited = score(url)
     for thread in threads:
         thread.join()
-    assert refused.status_code == 503
+    scored, again, refused = sorted(answers, key=lambda answer: answer.status_code)
+    assert (again.status_code, refused.status_code) == (200, 503)
     assert refused.headers["retry-after"] == "1"
     assert refused.json() == {"error": "2 requests wait; allowed: 2"}
-    assert [answer.status_code for answer in answers] == [200, 200]
-    assert answers[0].json()["scores"] == [pytest.approx(float(ROUNDED[0].mean()), abs=1e-6)]
+    assert scored.json()["scores"] == [pytest.approx(float(ROUNDED[0].mean()), abs=1e-6)]
     assert not waited.isnan().any()
 
 
 def post(url: str, body: Any, kind: str = "application/json") -> httpx.Response:
-    return httpx.post(f"{url}/score", content=body, headers={"content-type": kind}, timeout=120)
+    return httpx.post(f"{url}/score", content=body, headers={"content-type": kind}, timeout=120, verify=False)
 
 
 def change(**fields: Any) -> bytes:
