@@ -10,6 +10,9 @@ import numpy as np
 from margrpo.metrics.statistics import Interval, PairedDifference, holm, paired_t, prompt_bootstrap
 from pipeline.report.data import BASE, Measure, StudyData, TrainedRun, reward
 
+COST_TOLERANCE = 0.02
+"""Relative: core-seconds of equal runs on one machine differ by more."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -74,7 +77,8 @@ def compare(study: StudyData, measure: Measure) -> list[Comparison]:
 def compare_at_equal_cost(study: StudyData) -> list[EqualCost]:
     """Return the pairs of trained variants with `first` stopped where it cost no more CPU than `second`.
 
-    `first` counts at its last checkpoint where that was cheap enough, else at its milestone, else not at all.
+    `first` counts at its last checkpoint where that was cheap enough, else at its milestone, else not at all;
+    cheap enough allows for `COST_TOLERANCE`.
     """
     milestone = study.config.train.milestone
     rows: dict[tuple[str, str], tuple[str | None, float, float, PairedDifference | None]] = {}
@@ -83,13 +87,14 @@ def compare_at_equal_cost(study: StudyData) -> list[EqualCost]:
         if BASE in (first, second) or not seeds:
             continue
         limit = _mean_cost(study.of(second), seeds, None)
+        enough = limit * (1 + COST_TOLERANCE)
         checkpoint: str | None = "last"
         cost = _mean_cost(study.of(first), seeds, None)
-        if cost > limit:
+        if cost > enough:
             checkpoint = None
             if milestone is not None:
                 cost = _mean_cost(study.of(first), seeds, milestone)
-                checkpoint = "milestone" if cost <= limit else None
+                checkpoint = "milestone" if cost <= enough else None
         difference = None
         if checkpoint is not None:
             difference = _paired(

@@ -11,7 +11,7 @@ import pandas as pd
 from margrpo.metrics.statistics import Interval, PairedDifference, t_interval
 from pipeline.report import numbers
 from pipeline.report.claims import gradient_norm
-from pipeline.report.comparisons import Comparison, EqualCost, WithinRun
+from pipeline.report.comparisons import COST_TOLERANCE, Comparison, EqualCost, WithinRun
 from pipeline.report.data import BASE, Evaluated, Measure, StudyData, TrainedRun, reward
 
 _CHECKPOINTS = ("last", "best", "milestone")
@@ -172,9 +172,9 @@ def equal_cost_table(study: StudyData, rows: list[EqualCost]) -> Table:
             "p (Holm)",
         ),
         tuple(cells),
-        "The first variant counts at its last checkpoint where that cost no more CPU than the second one's "
-        f"whole training, else after update {milestone if milestone is not None else '(none set)'}, else "
-        "there is no fair comparison. Core-seconds were measured during training (mean over the common "
+        f"The first variant counts at its last checkpoint where that cost no more CPU ({COST_TOLERANCE:.0%} allowed) "
+        "than the second one's whole training, else after update "
+        f"{milestone if milestone is not None else '(none set)'}, else there is no fair comparison. Core-seconds were measured during training (mean over the common "
         f"seeds) and vary with the load of the machine. {_percent(study)} t-interval on per-seed paired "
         f"differences, paired t-test, Holm over the {tested} tested comparisons of this table.",
     )
