@@ -61,13 +61,13 @@ def noise_table(noise: pd.DataFrame, gradients: int | None) -> Table:
 
     The projection on the signal is left out: with a handful of gradients it is noise itself.
     """
-    traces = dict(zip(noise["variant"], noise["trace"], strict=True))
-    base = traces.get(REFERENCE, math.nan)
+    measured = noise[list(_COLUMNS[1:])].to_numpy(dtype=float)
+    names = [str(name) for name in noise["variant"]]
+    base = dict(zip(names, measured[:, 1], strict=True)).get(REFERENCE, math.nan)
     rows = []
-    for row in noise.itertuples():
-        share = row.trace / base if base > 0 else math.nan
-        cells = (row.mean_norm, row.trace, share, row.signal_to_noise, row.cosine)
-        rows.append((str(row.variant), *(_number(float(value)) for value in cells)))
+    for name, (norm, trace, ratio, cosine) in zip(names, measured.tolist(), strict=True):
+        share = trace / base if base > 0 else math.nan
+        rows.append((name, *(_number(value) for value in (norm, trace, share, ratio, cosine))))
     return Table(
         "Gradient noise at the base policy",
         ("variant", "norm of mean", "variance", "× control", "signal-to-noise", "cosine"),

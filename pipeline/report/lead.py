@@ -135,11 +135,11 @@ def _open(effects: list[Effect]) -> str:
 
 
 def _noise(noise: pd.DataFrame) -> str:
-    rows = noise.set_index("variant")
+    traces = {str(name): float(trace) for name, trace in zip(noise["variant"], noise["trace"], strict=True)}
     texts = []
     for first, second in (("mte", "frozen_head"), ("mar_grpo_bridged", "frozen_head_committed")):
-        if first in rows.index and second in rows.index and rows.loc[second, "trace"] > 0:
-            share = numbers.significant(rows.loc[first, "trace"] / rows.loc[second, "trace"], 2)
+        if first in traces and traces.get(second, 0.0) > 0:
+            share = numbers.significant(traces[first] / traces[second], 2)
             texts.append(f"{first} has {share} times the variance of {second}")
     highest = noise["signal_to_noise"].max()
     if texts and highest < _SIGNAL:

@@ -21,17 +21,9 @@ from pipeline.report.tables import Table
 BASE_CHECKPOINT = Path("artifacts/base/policy.safetensors")
 _PROMPTS = Path("artifacts/prompts")
 _PACKAGES = (
-    "margrpo",
-    "torch",
-    "numpy",
-    "scipy",
-    "pandas",
-    "safetensors",
-    "matplotlib",
-    "pillow",
-    "diffusers",
+    *("margrpo", "torch", "numpy", "scipy", "pandas", "safetensors", "matplotlib", "pillow"),
+    *("diffusers", "transformers", "dvc", "mlflow", "prefect"),
 )
-_PACKAGES += ("transformers", "dvc", "mlflow", "prefect")
 # What decides results: a changed note or an output of DVC does not make the code dirty.
 _CODE = ("margrpo", "pipeline", "params.yaml", "dvc.yaml", "pyproject.toml", "constraints.txt")
 

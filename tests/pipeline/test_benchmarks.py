@@ -105,7 +105,7 @@ def mean_of(project: Path, run: str, benchmark: str, score: str, category: str |
 
 def section(text: str, heading: str) -> list[list[str]]:
     """Return the cells of the table below a heading of report.md."""
-    lines = text.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines()
+    lines = text.split(f"# {heading}\n")[1].split("\n#")[0].splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     return [[cell.strip().replace("\\", "").replace("−", "-") for cell in row] for row in rows]
 
