@@ -114,11 +114,18 @@ def build_objective(config: Config, variant: str) -> Objective:
 
 
 def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `changes` on top: mappings merge; runs, reward weights and everything else replace."""
+    """Return `base` with `changes` on top: mappings merge; runs, reward weights and everything else replace.
+
+    Options of rewards that new weights leave out go with them.
+    """
     result = dict(base)
     for key, value in changes.items():
         merges = isinstance(value, Mapping) and isinstance(result.get(key), Mapping) and key not in _WHOLE
         result[key] = overlay(result[key], value) if merges else value
+    weights, options = changes.get("weights"), result.get("options")
+    if isinstance(weights, Mapping) and isinstance(options, Mapping):
+        kept = {*weights, *changes.get("options", {})}
+        result["options"] = {name: value for name, value in options.items() if name in kept}
     return result
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from margrpo.cli import app, run
 from margrpo.errors import ConfigError
-from margrpo.params import load_config, load_params
+from margrpo.params import build_config, load_config, load_params, overlay
+from tests.support import RUN, VARIANTS
 
 # (overrides, key the message must begin with, text it must contain)
 MALFORMED: list[tuple[list[str], str, str]] = [
@@ -186,3 +187,22 @@ def test_variant_changes_only_its_switches(project_root: Path) -> None:
         "trajectories": 4,
         "rao_blackwell": True,
     }
+
+
+def test_options_of_a_reward_go_with_its_weight() -> None:
+    base = {
+        "reward": {
+            "weights": {"jpeg_size": 1.0, "ocr": 1.0},
+            "options": {"jpeg_size": {"scale": 2.0}, "ocr": {}},
+        }
+    }
+    found = overlay(base, {"reward": {"weights": {"ocr": 2.0}}})
+    assert found == {"reward": {"weights": {"ocr": 2.0}, "options": {"ocr": {}}}}
+    with pytest.raises(ConfigError, match=r"reward.options: jpeg_size; allowed: a reward of weights: ocr"):
+        build_config(
+            {
+                **RUN,
+                "variants": VARIANTS,
+                **overlay(base, {"reward": {"weights": {"ocr": 1.0}, "options": {"jpeg_size": {}}}}),
+            }
+        )
