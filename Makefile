@@ -1,8 +1,10 @@
 # make repro [PROFILE=smoke]   the experiment of params.yaml (or of a profile), ending in a report
 # make test                    lint, types, unit tests, and the smoke profile end to end
+# make sweeps                  sweeps through the real servers with pretended stages (10 minutes)
+# make browser                 the forms in headless Chromium (Debian: apt-get install chromium), screenshots in build/
 # make oracles                 record scores of the original hpsv2 and image-reward packages anew (own environment), compare
 .DEFAULT_GOAL := help
-.PHONY: help repro test lint types unit e2e oracles clean
+.PHONY: help repro test lint types unit e2e sweeps browser oracles clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,10 +35,17 @@ types: $(VENV)/stamp
 	$(BIN)/mypy
 
 unit: $(VENV)/stamp
-	$(BIN)/pytest -q -n 2 --dist loadfile -m 'not e2e and not slow'
+	$(BIN)/pytest -q -n 2 --dist loadfile -m 'not e2e and not slow and not browser'
 
 e2e: $(VENV)/stamp
 	$(BIN)/pytest -q -m e2e
+
+sweeps: $(VENV)/stamp
+	$(BIN)/pytest -q -s -m slow tests/pipeline/test_sweeps_served.py
+
+browser: $(VENV)/stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/pytest -q -s -m browser
 
 # The original packages pin old versions of what margrpo needs: an environment of their own.
 $(VENV)-oracles/stamp: tests/oracles/requirements.txt
