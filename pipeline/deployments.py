@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
-from prefect import get_client
+from prefect import Flow, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.runner import Runner
+from prefect.types.entrypoint import EntrypointType
 
 from pipeline import paths
 from pipeline.forms import evaluate_checkpoint, pretrain_tiny, reproduce_form
@@ -27,7 +29,7 @@ _WATCH_SECONDS = 2.0
 
 async def deployments() -> list[RunnerDeployment]:
     """Return the deployments with the choices that params.yaml has now."""
-    flows = {
+    flows: dict[str, Flow[..., Any]] = {
         "ablation-sweep": ablation_sweep,
         "reproduce": reproduce_form,
         "evaluate-checkpoint": evaluate_checkpoint,

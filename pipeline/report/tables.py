@@ -174,9 +174,10 @@ def equal_cost_table(study: StudyData, rows: list[EqualCost]) -> Table:
         tuple(cells),
         f"The first variant counts at its last checkpoint where that cost no more CPU ({COST_TOLERANCE:.0%} allowed) "
         "than the second one's whole training, else after update "
-        f"{milestone if milestone is not None else '(none set)'}, else there is no fair comparison. Core-seconds were measured during training (mean over the common "
-        f"seeds) and vary with the load of the machine. {_percent(study)} t-interval on per-seed paired "
-        f"differences, paired t-test, Holm over the {tested} tested comparisons of this table.",
+        f"{milestone if milestone is not None else '(none set)'}, else there is no fair "
+        "comparison. Core-seconds were measured during training (mean over the common seeds) and vary with the "
+        f"load of the machine. {_percent(study)} t-interval on per-seed paired differences, paired t-test, Holm "
+        f"over the {tested} tested comparisons of this table.",
     )
 
 

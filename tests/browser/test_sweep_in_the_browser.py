@@ -22,7 +22,13 @@ pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parent.parent.parent
 PICTURES = ROOT / "build" / "browser"
 # Without these, Chromium looks for its vendor's hosts at every start.
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 TINY = {
     "train": {
@@ -69,7 +75,9 @@ class Browser:
         self.shots = 0
         page.set_default_timeout(180_000)  # a busy machine
         page.on("request", lambda request: self._note(request.url))
-        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console", lambda message: self.errors.append(message.text) if message.type == "error" else None
+        )
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
     def _note(self, url: str) -> None:
