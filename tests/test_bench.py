@@ -97,6 +97,7 @@ def test_the_record_says_how_the_images_were_made(folder, capsys):
         "eta": 0.7,
         "final_step": "deterministic",
         "temperature": 1.0,
+        "guidance_schedule": "constant",
         "guidance": 2.0,
         "precision": "float32",
         "images_per_prompt": 1,
