@@ -110,8 +110,8 @@ class RemoteReward:
             return retrying(self._try, method, path, content)
         except _AwayError as error:
             raise RewardError(
-                f"reward {self.name}: no answer from {self.url} within {wait_s:g} s ({error}); "
-                f"start `margrpo serve-reward {self.name}` there"
+                f"reward {self.name}: no answer from {self.url} within {wait_s:g} s ({error}; "
+                f"start `margrpo serve-reward {self.name}` there)"
             ) from None
 
     def _try(self, method: str, path: str, content: bytes | None) -> bytes:

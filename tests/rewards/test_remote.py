@@ -176,7 +176,7 @@ def test_nobody_at_the_address_is_one_line_after_the_wait():
         free = listening.getsockname()[1]
     options = {"odd": RewardOptions(url=f"http://127.0.0.1:{free}", wait_s=0.2)}
     with pytest.raises(
-        RewardError, match=r"no answer from http.* within 0.2 s \(.*refused\); start `margrpo serve"
+        RewardError, match=r"no answer from http.* within 0.2 s \(.*refused; start `margrpo serve"
     ):
         rewards.prepare(["odd"], options)
 
