@@ -43,8 +43,14 @@ def prompts(family: str) -> list[Prompt]:
     return [Prompt(text, "any", {}, True) for text in prompts_of(family)]
 
 
+def checkpoint(family: str) -> dict[str, Any]:
+    """Return the section that says where the frozen parts of a NOVA policy lie."""
+    return {"source": "path", "path": str(nova_support.folder())} if family == "nova" else {}
+
+
 def updater(family: str, bases: dict[str, Path], variant: str = "frozen_head", **settings: Any) -> Updater:
     config = make_config(
+        checkpoint=checkpoint(family),
         sampler={"ar_steps": 4, "denoising_steps": 5},
         reward={"weights": {"jpeg_size": 1.0}},
         objective={"beta": 0.5},
@@ -94,6 +100,7 @@ def test_lora_starts_as_the_base_and_its_checkpoint_is_a_plain_policy(
     family: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     config = make_config(
+        checkpoint=checkpoint(family),
         sampler={"ar_steps": 4, "denoising_steps": 5},
         reward={"weights": {"jpeg_size": 1.0}},
         train={"updates": 2, "lora": {"rank": 2, "alpha": 4}, "learning_rate": 1e-2},

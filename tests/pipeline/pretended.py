@@ -66,6 +66,7 @@ elif verb == "evaluate":
     measured = {"reward": mine}
     write(f"reports/evaluation/{run}/metrics.json", json.dumps({"last": {"ode": measured, "sde": measured}}))
     rows = [f"last,{s},prompt {i},{mine + 0.01 * (i % 3)}" for s in ("ode", "sde") for i in range(8)]
+    write(f"reports/evaluation/{run}/benchmarks.csv", "benchmark\\n")
     write(f"reports/evaluation/{run}/prompts.csv", "\\n".join(["checkpoint,sampler,prompt,reward", *rows]) + "\\n")
     write(f"reports/evaluation/{run}/grid.png", "a picture")
 else:

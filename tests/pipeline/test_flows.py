@@ -40,7 +40,7 @@ def test_flow_runs_stages_in_order_and_side_by_side(prefect_server: None, worksp
 
     assert state.is_completed()
     trace = workspace.trace()
-    assert len(trace) == 10
+    assert len(trace) == 11
     for run in ("mar_grpo-0", "mar_grpo-1", "grpo-0"):
         assert trace[f"train@{run}"][0] >= max(trace["prompts"][1], trace["checkpoint"][1])
         assert trace[f"evaluate@{run}"][0] >= trace[f"train@{run}"][1]
