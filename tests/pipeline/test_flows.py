@@ -95,6 +95,8 @@ def test_stopping_the_flow_stops_every_process(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # a test run in the background of a shell ignores Ctrl-C and would pass that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     pid_file = workspace.folder / "lingering.pid"
     deadline = time.monotonic() + 300  # a busy machine
