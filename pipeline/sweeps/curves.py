@@ -36,6 +36,13 @@ def compare_link(address: str, experiment: str, runs: Sequence[str]) -> str:
     return f"{address}/#/compare-runs?runs={wanted}&experiments={of}"
 
 
+def reward_link(address: str, experiment: str, runs: Sequence[str]) -> str:
+    """Return the address of MLflow's page with the reward of exactly these runs by update."""
+    texts = {"runs": json.dumps(list(runs)), "metric": '"reward"', "experiments": json.dumps([experiment])}
+    texts |= {"plot_metric_keys": '["reward"]', "plot_layout": "{}", "x_axis": "step"}
+    return f"{address}/#/metric?{'&'.join(f'{key}={quote(text)}' for key, text in texts.items())}"
+
+
 def run_link(address: str, experiment: str, run: str) -> str:
     """Return the address of MLflow's page of a run."""
     return f"{address}/#/experiments/{experiment}/runs/{run}"

@@ -75,11 +75,12 @@ def publish(plan: Plan, snapshot: Snapshot, failed: Mapping[str, str], parent: P
     runs = [row.run_id for row in rows if row.run_id]
     address = curves.ui_address(plan) if runs else ""
     link = curves.compare_link(address, experiment, runs) if address else ""
+    reward = curves.reward_link(address, experiment, runs) if address else ""
     links = {run: curves.run_link(address, experiment, run) for run in runs if address}
     key = f"sweep-{slug(plan.sweep.name)}"
     described = f"Sweep {plan.sweep.name}: {len(rows) - len(failed)} of {len(rows)} cells are complete"
     create_table_artifact(_table(rows), key=f"{key}-cells", description=described)
-    create_markdown_artifact(_markdown(plan, rows, links, link), key=key, description=described)
+    create_markdown_artifact(_markdown(plan, rows, links, link, reward), key=key, description=described)
     if link:
         text = f"Compare the {len(runs)} runs in MLflow"
         create_link_artifact(
@@ -113,11 +114,11 @@ def _interval(result: Result) -> str:
     return f"{delta.mean:+.4f} [{delta.low:+.4f}, {delta.high:+.4f}]"
 
 
-def _markdown(plan: Plan, rows: Sequence[Row], links: Mapping[str, str], link: str) -> str:
+def _markdown(plan: Plan, rows: Sequence[Row], links: Mapping[str, str], link: str, reward: str) -> str:
     """Return the page of a sweep: failures, table, curves, where to go on."""
     level = f"{100 * plan.cells[0].config.report.level:.3g} %"
     lines = [f"# Sweep {plan.sweep.name}", ""]
-    lines += [f"**[Compare the curves in MLflow]({link})**", ""] if link else []
+    lines += [f"**[Compare the runs in MLflow]({link})**, [reward by update]({reward})", ""] if link else []
     lines += ["| cell | reward | delta to base | MLflow | experiment |", "|---|---|---|---|---|"]
     for row in rows:
         run = f"[run]({links[row.run_id]})" if row.run_id in links else row.run_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 import time
@@ -84,6 +85,15 @@ class Browser:
         if not url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:", "file:")):
             self.outside.append(url)
 
+    def choose(self, shown: str, *options: str) -> None:
+        """Choose options of the list that shows a text now."""
+        button = self.page.locator(".p-select-button__control", has_text=re.compile(f"^{shown}$"))
+        button.focus()
+        self.page.keyboard.press("ArrowDown")  # opens it
+        for option in options:
+            self.page.locator(".p-select-option__text", has_text=re.compile(f"^{option}$")).click()
+        self.page.get_by_text("Parameters", exact=True).first.click()  # closes a list of several
+
     def picture(self, name: str) -> None:
         """Write a screenshot that somebody can look at."""
         self.shots += 1
@@ -107,16 +117,12 @@ def test_from_the_form_to_the_curves(project: Path, served: Served, browser: Bro
     page = browser.page
     page.goto(f"{served.prefect}/deployments")
     page.get_by_text("ablation-sweep").first.click()
-    page.get_by_role("button", name="Run").click()
+    page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
     page.get_by_text("No items selected").wait_for()
     page.locator("textarea").first.fill("browser")
-    page.get_by_text("No items selected").click()
-    page.get_by_role("option", name="grpo", exact=True).click()
-    page.get_by_role("option", name="mar_grpo_bridged", exact=True).click()
-    page.keyboard.press("Escape")
-    page.get_by_text("none", exact=True).first.click()
-    page.get_by_role("option", name="smoke", exact=True).click()
+    browser.choose("No items selected", "grpo", "mar_grpo_bridged")
+    browser.choose("none", "smoke")
     browser.picture("form")
     page.get_by_role("button", name="Submit").click()
     run = _newest(served)
@@ -134,13 +140,13 @@ def test_from_the_form_to_the_curves(project: Path, served: Served, browser: Bro
     curves.wait_for()
     assert curves.evaluate("picture => picture.complete && picture.naturalWidth") > 500
     browser.picture("artifact")
-    link = page.get_by_role("link", name="Compare the curves in MLflow").get_attribute("href")
+    link = page.get_by_role("link", name="Compare the runs in MLflow").get_attribute("href")
     assert link is not None
     page.goto(link)
     for name in ("browser-grpo-0", "browser-mar_grpo_bridged-0"):
         page.get_by_text(name).first.wait_for()
     browser.picture("compare")
-    page.get_by_role("link", name="reward", exact=True).click()
+    page.locator("a[href*='metric=%22reward%22']").click()
     page.locator(".js-plotly-plot .scatterlayer .trace").nth(1).wait_for()
     assert page.locator(".js-plotly-plot .scatterlayer .trace").count() == 2
     browser.picture("curves")
