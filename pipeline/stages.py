@@ -234,7 +234,11 @@ def _checkpoint_tags(run: str) -> dict[str, str]:
     if not file.is_file():  # the base policy
         return {}
     summary = json.loads(file.read_text(encoding="utf-8"))
-    tags = {"checkpoint_path": str(Path.cwd() / paths.RUNS / run / "last.safetensors")}
+    file = paths.RUNS / run / "last.safetensors"
+    experiment = os.environ.get("MARGRPO_SWEEP") and os.environ.get(
+        "DVC_EXP_NAME"
+    )  # its clone will be removed
+    tags = {"checkpoint_path": f"{experiment}:{file}" if experiment else str(Path.cwd() / file)}
     tags |= {f"checkpoint_{name}_sha256": summary[f"{name}_sha256"] for name in ("last", "best")}
     return tags | {"checkpoint_best_update": str(summary["best_update"])}
 

@@ -93,8 +93,9 @@ class Store:
         else:
             own = {"mlflow.parentRunId": parent, "margrpo.parent": job.parent[1]}
             tags = {**job.tags, **own, "margrpo.job": job.id, "margrpo.cell": job.cell}
-            # The cells of a variant are told apart by their own names.
-            names = [job.tags.get(tag, "") for tag in ("sweep_cell", "dvc_experiment") if job.sweep_id]
+            # The cells of a variant are told apart by their own names; the base policy has no seed.
+            swept = job.sweep_id and "seed" in job.tags
+            names = [job.tags.get(tag, "") for tag in ("sweep_cell", "dvc_experiment") if swept]
             name = next(filter(None, names), job.run)
             run_id = str(self.client.create_run(self.experiment, started, tags, name).info.run_id)
         items = [Param(key, value) for key, value in sorted(job.params.items())]

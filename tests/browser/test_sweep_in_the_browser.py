@@ -109,7 +109,7 @@ def browser() -> Iterator[Browser]:
     assert chromium, "chromium is not installed (Debian: apt-get install chromium)"
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield Browser(started.new_page(viewport={"width": 1280, "height": 1500}))
+        yield Browser(started.new_page(viewport={"width": 1600, "height": 1300}))
         started.close()
 
 
@@ -132,6 +132,7 @@ def test_from_the_form_to_the_curves(project: Path, served: Served, browser: Bro
 
     page.goto(f"{served.prefect}/runs/flow-run/{run}")
     page.get_by_text("Completed").first.wait_for()
+    page.get_by_text("2 cells, 0 of them made before").first.wait_for()  # the log
     browser.picture("run")
     page.get_by_text("Artifacts", exact=True).click()
     page.get_by_text("sweep-browser", exact=True).first.click()
@@ -143,12 +144,20 @@ def test_from_the_form_to_the_curves(project: Path, served: Served, browser: Bro
     link = page.get_by_role("link", name="Compare the runs in MLflow").get_attribute("href")
     assert link is not None
     page.goto(link)
-    for name in ("browser-grpo-0", "browser-mar_grpo_bridged-0"):
+    for name in ("grpo-0", "mar_grpo_bridged-0"):
         page.get_by_text(name).first.wait_for()
     browser.picture("compare")
-    page.locator("a[href*='metric=%22reward%22']").click()
-    page.locator(".js-plotly-plot .scatterlayer .trace").nth(1).wait_for()
-    assert page.locator(".js-plotly-plot .scatterlayer .trace").count() == 2
+    curve = page.locator("a[href*='metric=%22reward%22']")
+    deadline = time.monotonic() + 60
+    while not curve.count():  # the lists draw what is in sight
+        assert time.monotonic() < deadline
+        scroll = "lists => lists.forEach(list => list.scrollTop += 300)"
+        page.locator(".ReactVirtualized__Grid, .mlflow-compare-table").evaluate_all(scroll)
+        page.wait_for_timeout(300)
+    curve.click()
+    legend = page.locator(".js-plotly-plot .legendtext")
+    legend.nth(1).wait_for()
+    assert sorted(legend.all_inner_texts()) == ["grpo-0 (reward)", "mar_grpo_bridged-0 (reward)"]
     browser.picture("curves")
     assert browser.outside == []
 

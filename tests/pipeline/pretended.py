@@ -30,11 +30,9 @@ def write(path, text):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
 if verb == "prompts":
-    for name in ("train.jsonl", "validation.jsonl", "test.jsonl", "manifest.json"):
-        write(f"artifacts/prompts/{name}", "{}")
+    write("artifacts/prompts/train.jsonl", "{}")
 elif verb == "checkpoint":
     write("artifacts/base/policy.safetensors", "base")
-    write("artifacts/base/policy.json", "{}")
 elif verb == "train":
     updates = params["train"]["updates"]
     print(f"margrpo: {run} of a {switches.get('trajectories')}", flush=True)
@@ -53,14 +51,11 @@ elif verb == "train":
         sys.exit("margrpo: error: this cell was told to fail")
     for name in ("last", "best", "milestone"):
         write(f"artifacts/runs/{run}/{name}.safetensors", f"{run} {reward}")
-    write(f"artifacts/runs/{run}/validation/000001.png", "a picture")
     write(f"reports/runs/{run}/timing.csv", "update,core_s\\n")
-    write(f"reports/runs/{run}/summary.json", "{}")
     with open(home / "trace", "a") as trace:
         trace.write(f"{label} {time.time() - told.get('seconds', 0)} {time.time()}\\n")
 elif verb == "diagnose":
     write("reports/diagnose/noise.csv", "variant\\n")
-    write("reports/diagnose/maps.safetensors", "maps")
 elif verb == "evaluate":
     mine = 0.3 if run == "base" else reward
     measured = {"reward": mine}
@@ -68,13 +63,17 @@ elif verb == "evaluate":
     rows = [f"last,{s},prompt {i},{mine + 0.01 * (i % 3)}" for s in ("ode", "sde") for i in range(8)]
     write(f"reports/evaluation/{run}/benchmarks.csv", "benchmark\\n")
     write(f"reports/evaluation/{run}/prompts.csv", "\\n".join(["checkpoint,sampler,prompt,reward", *rows]) + "\\n")
-    write(f"reports/evaluation/{run}/grid.png", "a picture")
 else:
     own = next(iter(params["study"]["runs"]))
     measured = json.load(open(f"reports/evaluation/{own}/metrics.json"))
     write("reports/metrics.json", json.dumps({"reward": measured["last"]["sde"]["reward"]}))
-    for name in ("report.html", "report.md", "results.csv", "figures/a.png"):
-        write(f"reports/{name}", own)
+    write("reports/report.html", own)
+graph = yaml.safe_load(open("dvc.yaml"))["stages"]
+stage = graph["evaluate_base"] if run == "base" else graph[verb].get("do", graph[verb])
+for entry in [out for kind in ("outs", "metrics", "plots") for out in stage.get(kind, [])]:
+    path = Path((entry if isinstance(entry, str) else next(iter(entry))).replace("${key}", run))
+    if not path.exists():
+        write(path if path.suffix else path / "a.png", "{}")
 """
 
 
