@@ -155,9 +155,12 @@ def test_from_the_form_to_the_curves(project: Path, served: Served, browser: Bro
         page.locator(".ReactVirtualized__Grid, .mlflow-compare-table").evaluate_all(scroll)
         page.wait_for_timeout(300)
     curve.click()
-    legend = page.locator(".js-plotly-plot .legendtext")
-    legend.nth(1).wait_for()
-    assert sorted(legend.all_inner_texts()) == ["grpo-0 (reward)", "mar_grpo_bridged-0 (reward)"]
+    for name in ("grpo-0", "mar_grpo_bridged-0"):
+        page.get_by_text(f"{name} (reward)", exact=True).wait_for()
+    lines = page.locator(".js-plotly-plot .scatterlayer .trace path.js-line")
+    lines.nth(1).wait_for()
+    shapes = {line.get_attribute("d") for line in lines.all()}
+    assert len(shapes) == 2  # one curve for each run
     browser.picture("curves")
     assert browser.outside == []
 

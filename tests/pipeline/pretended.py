@@ -34,6 +34,8 @@ if verb == "prompts":
 elif verb == "checkpoint":
     write("artifacts/base/policy.safetensors", "base")
 elif verb == "train":
+    from pipeline import processes
+    processes.die_with_parent()  # as the real one does
     updates = params["train"]["updates"]
     print(f"margrpo: {run} of a {switches.get('trajectories')}", flush=True)
     if label in told.get("lingers", []):
