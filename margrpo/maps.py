@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from margrpo.base import released_folder
 from margrpo.checkpoints import load_policy, load_state, save_state
 from margrpo.config import Config, Objective
 from margrpo.grids import spread
@@ -105,6 +106,7 @@ def map_base(
     texts = [prompts[index].text for index in picked]
     seeds = [derive("maps", config.diagnose.seed, text) for text in texts]
     policy = load_policy(base).eval().to(config.train.device)
+    policy.locate(lambda: released_folder(config))
     policy.configure(config.sampler)
     facts = {
         "variant": variant,
