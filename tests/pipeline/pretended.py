@@ -34,6 +34,7 @@ if verb == "prompts":
 elif verb == "checkpoint":
     write("artifacts/base/policy.safetensors", "base")
 elif verb == "train":
+    sys.path.insert(0, "ROOT")
     from pipeline import processes
     processes.die_with_parent()  # as the real one does
     updates = params["train"]["updates"]
@@ -97,7 +98,7 @@ def make_project(folder: Path, root: Path) -> Workspace:
                 stand_in = stand_in if stand_in.suffix else stand_in / "code.txt"
                 stand_in.parent.mkdir(parents=True, exist_ok=True)
                 stand_in.write_text(dependency)
-    (folder / "fake_stage.py").write_text(STAGE)
+    (folder / "fake_stage.py").write_text(STAGE.replace("ROOT", str(root)))
     results = {"reports/metrics.json": '{"reward": 0.123}\n', "reports/report.html": "the user's report\n"}
     for name, text in {**results, "dvc.lock": "schema: '2.0'\n"}.items():
         (folder / name).parent.mkdir(exist_ok=True)
