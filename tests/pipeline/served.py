@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,15 @@ class Served:
         request = urllib.request.Request(
             f"{self.prefect}/api/{path}", data, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)
+        for pause in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, None):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                # SQLite was locked and nothing was written; Prefect's own client asks again too
+                if error.code != 503 or pause is None:
+                    raise
+                time.sleep(pause)
 
     def deployment(self, name: str) -> str:
         """Return the id of a deployment."""
