@@ -43,6 +43,7 @@ class Served:
                 if error.code != 503 or pause is None:
                     raise
                 time.sleep(pause)
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def deployment(self, name: str) -> str:
         """Return the id of a deployment."""
